@@ -1,4 +1,4 @@
-"""What a shard folder holds, what one of its rows looks like, what is wrong with it: answers as plain values."""
+"""Inspection of shard folders: their contents, a single packed row, and their problems, as plain values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _WHOLE = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A shard folder in numbers."""
+    """Statistics of a shard folder."""
 
     folder: str
     split: str
@@ -125,7 +125,7 @@ class SourceView:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureView:
-    """A mixture in numbers."""
+    """Statistics of a mixture."""
 
     sources: list[SourceView]
     stages: list[Stage]
@@ -134,7 +134,7 @@ class MixtureView:
 
 
 def describe_mixture(path: str | Path) -> MixtureView:
-    """What a mixture's file names; manifests alone are read. ConfigError, DataError for what is wrong with it."""
+    """Return the sources and stages of a mixture, from manifests; raise ConfigError or DataError if one is invalid."""
     mixture = Mixture.load(path)
     folders = mixture.folders(Path(path).parent)
     manifests = [Manifest.load(folder) for folder in folders]
@@ -155,9 +155,10 @@ def describe_mixture(path: str | Path) -> MixtureView:
 
 
 def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: int = 0) -> Description:
-    """What a shard folder holds; with ``seq_len`` also what packing at that length costs. Checksums are not read.
+    """Return the statistics of a shard folder; with ``seq_len`` also the cost of packing at that length.
 
-    Of pairs packing needs a ``source_seq_len`` too. All offsets are read, 8 bytes a document, for the longest one.
+    Checksums are not verified. Packing pairs requires a ``source_seq_len`` too. All document offsets, 8 bytes each, are
+    read to find the longest document.
     """
     if source_seq_len and seq_len is None:
         raise ConfigError(
@@ -199,7 +200,7 @@ def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: 
 
 
 def _first_conversation(shards: ShardSet) -> str:
-    """Return the beginning of the first conversation as text, what counts marked; empty without one."""
+    """Return the beginning of the first conversation as text, with counted tokens marked; empty if there is none."""
     if not shards.is_masked or not shards.num_documents:
         return ""
     ids, bounds = shards.document(0), shards.counted(0)
@@ -211,7 +212,7 @@ def _first_conversation(shards: ShardSet) -> str:
 
 
 def _first_pair(shards: ShardSet) -> list[str]:
-    """Return the beginning of both sides of the first pair; none without one."""
+    """Return the beginning of both sides of the first pair; an empty list if there is none."""
     if not shards.manifest.has_sources or not shards.num_documents:
         return []
     tokenizer = shards.tokenizer()
@@ -231,15 +232,16 @@ def show_row(
     preview_tokens: int = 32,
     source_seq_len: int = 0,
 ) -> RowView:
-    """Row ``row`` of an epoch as the loader packs it, with ``preview_tokens`` decoded at both ends of each piece.
+    """Return row ``row`` of an epoch as the loader packs it, with both ends of each piece decoded.
 
-    With ``block`` it is that row of the block, and the block alone is planned. Without it all blocks up to the row are,
-    about a second for a million documents. ConfigError where there is no such row.
+    ``preview_tokens`` are decoded at each end. With ``block``, return that row of the block and plan only that block.
+    Otherwise plan all blocks up to the row, which takes about a second for a million documents. Raises ConfigError if
+    there is no such row.
     """
     _check_seq_len(seq_len)
     shards = ShardSet.open(folder)
     tokenizer = shards.tokenizer()
-    # The same pure function as the loader's: what is shown is what a run reads.
+    # The loader uses the same pure function, so the row shown is the row that a run reads.
     planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, source_seq_len=source_seq_len)
     if block is None:
         block, row = _find_row(planner, epoch, row, seq_len)
@@ -276,10 +278,10 @@ def sample_rows(
     packing: Packing = BEST_FIT,
     source_seq_len: int = 0,
 ) -> Iterator[str]:
-    """Yield ``rows`` rows of a run as text, from its row ``first_row`` on, a line above each row and each document.
+    """Yield ``rows`` rows of a run as text, from row ``first_row`` on, with a line above each row and each document.
 
-    They end with the epoch. ``data`` is a shard folder or a mixture's file; rows before the first are planned, not
-    read. ConfigError for sizes below 1; DataError for a folder that cannot be read, or a mixture that is used up.
+    Stop at the end of the epoch. ``data`` is a shard folder or a mixture's file; rows before the first are planned, not
+    read. Raises ConfigError for sizes below 1, and DataError if a folder cannot be read or a mixture is used up.
     """
     _check_seq_len(seq_len)
     if rows < 1:
@@ -324,13 +326,13 @@ def sample_rows(
 
 
 def _source_text(shards: ShardSet, document: int, tokenizer: Tokenizer, most: int = _WHOLE) -> str:
-    """The text of a pair's source, or its beginning."""
+    """Return the text of a pair's source, or its beginning."""
     (ids,) = SourceSide(shards).slices([(document, 0, most)])
     return _with_marks(ids, tokenizer)
 
 
 def _text_of(documents: Documents, piece: Piece, tokenizer: Tokenizer) -> str:
-    """Return a piece as text; of a conversation with marks around what counts."""
+    """Return a piece as text; in a conversation, mark the counted tokens."""
     document, start, stop = piece
     ids = documents.slice(document, start, stop)
     bounds = documents.counted(document)
@@ -340,7 +342,7 @@ def _text_of(documents: Documents, piece: Piece, tokenizer: Tokenizer) -> str:
 
 
 def _with_marks(ids: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Tokens as text, the marks of what is to be filled in spelt out: decoding gives nothing for them."""
+    """Decode tokens to text, with fill-in-the-middle marks spelled out: decoding alone would drop them."""
     text = ""
     marks = np.flatnonzero(np.isin(ids, tokenizer.special.fim or ()))
     for part in np.split(ids, marks):
@@ -358,7 +360,7 @@ _SKIPPED_AT_ONCE = 1024
 
 
 def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tuple[int, int]:
-    """The block of an epoch's row, and its number there; ConfigError where the epoch has no such row."""
+    """Return the block of an epoch's row and its number in it; raise ConfigError if the epoch has no such row."""
     first = 0
     for block in range(planner.num_blocks):
         num_rows = planner.plan(epoch, block).num_rows
@@ -371,13 +373,13 @@ def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tupl
 
 
 def verify(folder: str | Location) -> list[str]:
-    """Everything that is wrong with a shard folder and its ``validation``, a sentence each; empty if all is well.
+    """Return every problem of a shard folder and its ``validation`` split, a sentence each; empty if there is none.
 
-    Of a mixture's file: with those of all its sources.
+    For a mixture's file, check the folders of all its sources.
 
     Reads every byte: the manifest's hash, types and file names; sizes, checksums and sums of shards; offsets, lengths,
-    names, and ids of documents against the vocabulary and the padding; the tokenizer; and files that nobody lists.
-    Of a folder that is packed or in a store every shard is fetched anew, whatever the cache has.
+    names and ids of documents against the vocabulary and the padding; the tokenizer; and unlisted files. For a packed
+    folder or one in a store, every shard is fetched again regardless of the cache.
     """
     place = locate(folder)
     if isinstance(place, Path) and is_mixture(place):
@@ -390,7 +392,7 @@ def verify(folder: str | Location) -> list[str]:
 
 
 def _problems(place: Location) -> Iterator[str]:
-    """Yield what is wrong with one shard folder."""
+    """Yield the problems of one shard folder."""
     if isinstance(place, Path) and not (place / PACKED_FILE).is_file():
         try:
             _, manifest, _ = open_folder(place)
@@ -402,7 +404,7 @@ def _problems(place: Location) -> Iterator[str]:
     home = copies_folder()
     with explained_writes(home):
         home.mkdir(parents=True, exist_ok=True)
-    # On the disk of the cache, which has room for shards.
+    # On the cache's disk, which has room for shards.
     with tempfile.TemporaryDirectory(prefix=".verify-", dir=home) as temporary:
         try:
             folder, manifest, copy = open_folder(place, temporary)
@@ -410,12 +412,12 @@ def _problems(place: Location) -> Iterator[str]:
             yield str(error)
             return
         for problem in _content_problems(place, folder, manifest, copy):
-            # Whoever reads it knows the folder, and not where we have looked at it.
+            # The user knows the folder by its own path, not by our temporary one.
             yield problem.replace(str(folder), str(place))
 
 
 def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: LocalCopy | None) -> Iterator[str]:
-    """Yield what is wrong with a folder beside its manifest; ``folder`` is where its shards can be mapped."""
+    """Yield the problems of a folder other than an unreadable manifest; its shards can be mapped in ``folder``."""
     if manifest.left_out:
         yield from _list_problems(place / LEFT_OUT_FILE, manifest.left_out)
     if manifest.duplicates.get("list"):
@@ -430,7 +432,7 @@ def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: L
     padding = None
     if tokenizer is not None:
         padding = _padding_alone(tokenizer)
-        # Ids are held against the manifest: it must not allow more than the tokenizer can mean.
+        # Ids are checked against the manifest: it must not allow more ids than the tokenizer has.
         own = (tokenizer.vocab_size, tokenizer.padding)
         if own != (manifest.vocab_size, manifest.padding):
             yield (
@@ -443,7 +445,7 @@ def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: L
 
 
 def _padding_alone(tokenizer: Tokenizer) -> int | None:
-    """The id that fills rows, where it stands for nothing else: no document holds it then."""
+    """Return the padding id if it has no other meaning, so that no document contains it; otherwise None."""
     padding, special = tokenizer.padding, tokenizer.special
     if padding != special.padding or padding in (special.begin, special.end) or tokenizer.decode([padding]):
         return None
@@ -451,10 +453,10 @@ def _padding_alone(tokenizer: Tokenizer) -> int | None:
 
 
 def _list_problems(path: Location, hash: str) -> Iterator[str]:
-    """Yield what is wrong with a list beside the shards: of what the source left out, or of duplicates."""
+    """Yield the problems of a list stored with the shards: of skipped records, or of duplicates."""
     digest = xxhash.xxh3_128()
     if isinstance(path, Path) and path.exists() and not path.is_file():
-        # To open a pipe that nobody writes to would hang.
+        # Opening a pipe without a writer would hang.
         yield f"{path} is no plain file."
         return
     try:
@@ -469,9 +471,9 @@ def _list_problems(path: Location, hash: str) -> Iterator[str]:
 
 
 def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, int], preview: int) -> PieceView:
-    """A piece of a row, decoded at both ends; whole where the two ends would meet."""
+    """Return a view of a piece, decoded at both ends, or in full if the two ends would meet."""
     document, start, stop = piece
-    # Of a source only the beginning is shown: it is read whole, whatever a row cuts off its target.
+    # Only the beginning of a source is shown: rows keep it in full, even when its target is cut.
     source_tokens, source = 0, ""
     if shards.manifest.has_sources:
         source_tokens = int(shards.lengths_of(np.array([document]), "source")[0])

@@ -1,10 +1,9 @@
 """Packed rows as batches: the same global rows for every number of ranks, and a state that resumes on any number.
 
-Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``. ``rows.micro_batches`` deals them out, in their
-order: with B rows in each, micro-batch a of data rank d takes those from s·R + a·(D·B) + d·B. With ``cost`` they are
-put into another order first, in which ranks have as much work. Rows of an epoch are planned block by block
-(``rows.blocks``), and only the block that is read and the next one are in memory. Rows of epoch e + 1 follow those of
-epoch e directly.
+Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``. ``rows.micro_batches`` assigns them in order: with B
+rows in each, micro-batch a of data rank d takes those from s·R + a·(D·B) + d·B. With ``cost`` they are first reordered
+to balance the work of the ranks. Rows of an epoch are planned block by block (``rows.blocks``), and only the current
+block and the next one are in memory. Rows of epoch e + 1 follow those of epoch e directly.
 """
 
 from __future__ import annotations
@@ -59,15 +58,16 @@ def build_loader(
     verify: bool = True,
     open_folder: Open | None = None,
 ) -> Loader:
-    """An endless iterator of this data rank's micro-batches from a shard folder, or from a mixture's file.
+    """Build an endless iterator of this data rank's micro-batches from a shard folder or a mixture's file.
 
-    ``rows_per_step`` counts rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], of at most
-    ``micro_batch_rows`` rows: where these do not divide a rank's rows of a step, some have one less than others.
-    With ``cost``, the work of a row, the rows of a step are dealt out so that ranks have as much, with ``lockstep`` in
-    each micro-batch. With a ``mask`` some tokens are masked. Rows of pairs have at most ``source_seq_len`` tokens of
-    sources beside them.
-    With ``verify`` nothing damaged is ever read (``open_verified``); a folder that is open already is taken as it is.
-    ``open_folder`` opens folders in another way.
+    ``rows_per_step`` counts the rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], with at
+    most ``micro_batch_rows`` rows: if a rank's rows of a step are not a multiple of it, some micro-batches have one row
+    less than others.
+    With ``cost``, the work of a row, the rows of a step are assigned so that ranks have equal work; with ``lockstep``
+    also in each micro-batch. With a ``mask`` some tokens are masked. Rows of pairs additionally have at most
+    ``source_seq_len`` tokens of sources.
+    With ``verify`` no damaged data is ever read (``open_verified``); a folder that is already open is used as it is.
+    ``open_folder`` overrides the function that opens folders.
     Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
@@ -101,9 +101,10 @@ def open_order(
     source_seq_len: int = 0,
     open_folder: Open = open_verified,
 ) -> tuple[tuple[ShardSet, ...], Order]:
-    """The shard folders of a run, and the order of their rows: of one folder, or of those that a mixture's file names.
+    """Open the shard folders of a run and return them with the order of their rows.
 
-    ConfigError for a file that means nothing, DataError for a folder that cannot be read or is empty.
+    ``data`` is one folder, or a mixture's file that names several. Raises ConfigError for an invalid file, DataError
+    for a folder that cannot be read or is empty.
     """
     order = {"seed": seed, "shuffle": shuffle, "packing": packing}
     if isinstance(data, ShardSet) or not is_mixture(data):
@@ -114,7 +115,7 @@ def open_order(
 
 
 def held_out_of(path: str | Path) -> Mixture:
-    """The mixture of what the sources of a mixture's file hold out; one without sources where none does."""
+    """Return the mixture of the held-out documents of a mixture's sources; it has no sources if none holds any out."""
     return Mixture.load(path).held_out(Path(path).parent)
 
 
@@ -143,12 +144,13 @@ def build_validation_loader(
     source_seq_len: int = 0,
     packing: Packing = BEST_FIT,
 ) -> ValidationLoader:
-    """The first ``max_rows`` rows (all, if None) of a shard folder, in a fixed order, once each time it is iterated.
+    """Build a loader of the first ``max_rows`` rows (all, if None) of a shard folder, in a fixed order.
 
-    Of a mixture's file, or with ``held_out`` of what its sources hold out, in the shares of its beginning.
+    Each iteration yields these rows once. For a mixture's file, sources have their initial shares; ``held_out`` reads
+    the held-out documents of its sources instead.
 
-    Every rank gets equally many micro-batches: of ``micro_batch_rows`` rows, or, if ``even``, of at most so many and as
-    equal as they can be. Where rows do not divide, the last ones hold padding alone.
+    Every rank gets the same number of micro-batches: of ``micro_batch_rows`` rows, or, if ``even``, of at most that
+    many and as equal in size as possible. If rows do not divide evenly, the last ones contain only padding.
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     if max_rows is not None and max_rows < 1:
@@ -167,7 +169,7 @@ def build_validation_loader(
         folders, order = _open_mixture(mixture, Path(folder), seq_len, open_folder, shuffle=False)
         rows = order.first_rows(max_rows)
         names = tuple(source.name for source in mixture.sources)
-    # The same tokens each time, whatever the run's seed: losses of different runs are over the same.
+    # The same tokens each time, independent of the run's seed, so that losses of different runs are comparable.
     masking = masking_of(mask, folders, seed=0)
     options = {"source_names": names, "masking": masking, "source_seq_len": source_seq_len}
     options |= sides_of(folders, packing, seq_len, source_seq_len, seed=0)
@@ -176,7 +178,7 @@ def build_validation_loader(
 
 @dataclass(frozen=True)
 class Taken:
-    """One rank's part of a micro-batch."""
+    """One rank's share of a micro-batch."""
 
     share: CompactBatch
     documents: PackedDocuments
@@ -188,7 +190,7 @@ class Taken:
 
 
 class Loader:
-    """Endless micro-batches for one data rank. ``build_loader`` makes it."""
+    """Endless iterator over the micro-batches of one data rank, built by ``build_loader``."""
 
     def __init__(
         self,
@@ -206,7 +208,7 @@ class Loader:
         source_seq_len: int = 0,
         **of_sides: Any,
     ) -> None:
-        """``order`` numbers the documents of all ``folders``, as ``Corpus`` does."""
+        """Initialize the loader; ``order`` numbers the documents of all ``folders`` as ``Corpus`` does."""
         self.folders = tuple(folders)
         """What is read. One tokenizer made them all."""
         if masking is not None and any(order.fims):
@@ -222,35 +224,35 @@ class Loader:
         """How the rows of a step are dealt out."""
         self._rows_per_step = rows_per_step
         self._data_rank = data_rank
-        # Where the last whole step ended; the state is these numbers, so it never points into a step.
+        # The end of the last completed step; the state consists of these numbers, so it never points into a step.
         self._position = order.start()
-        # The step under way: all ranks' rows, where they end, and the micro-batch that comes next.
+        # The current step: all ranks' rows, the position after them, and the next micro-batch.
         self._step_rows: list[tuple[int, Row]] = []
         self._step_end = self._position
         self._micro_batch = 0
 
     def __iter__(self) -> Iterator[Batch]:
-        """The loader itself: iteration goes on where it stands, and never ends."""
+        """Return the loader itself: iteration continues from the current position and never ends."""
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch of this data rank, whole and unpacked; training takes its share by ``take``."""
+        """Return the next micro-batch of this data rank, complete and unpacked; training uses ``take`` instead."""
         rows = [row for _, row in self._next_rows()]
         batch = self._sides.batch(rows)
         self._advance()
         return batch.unpack()
 
     def take(self, place: Place, place_source: Place | None = None) -> Taken:
-        """The part of the next micro-batch that ``place`` says, and ``place_source`` of sources; reads that part alone.
+        """Return this rank's share of the next micro-batch, at ``place`` and for sources at ``place_source``.
 
-        The same to the bit as ``next`` and a split behind it.
+        Only that share is read. The result is bitwise equal to splitting the micro-batch of ``next``.
         """
         taken = self._read(self._next_rows(), place, place_source)
         self._advance()
         return taken
 
     def claim(self) -> Callable[..., Taken]:
-        """What reads the next micro-batch as ``take`` does, in any thread: the loader goes on to the one behind it."""
+        """Return a thread-safe function that reads the next micro-batch as ``take`` does, and advance the loader."""
         rows = self._next_rows()
         self._advance()
         return partial(self._read, rows)
@@ -261,60 +263,60 @@ class Loader:
 
     @property
     def shards(self) -> ShardSet:
-        """The first folder: for what is the same in all, the tokenizer and the padding."""
+        """The first folder, for values that all folders share: the tokenizer and the padding."""
         return self.folders[0]
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Micro-batches that this rank takes for one step."""
+        """Number of micro-batches that this rank takes for one step."""
         return len(self.micro_batches)
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next step begins in, from 0."""
+        """Epoch in which the next step begins, from 0."""
         return self._position.epoch
 
     @property
     def rows_consumed(self) -> int:
-        """Rows of all completed steps, over all ranks."""
+        """Number of rows of all completed steps, over all ranks."""
         return self._position.rows_consumed
 
     @property
     def tokens_consumed(self) -> int:
-        """Tokens of all completed steps, over all ranks, without padding."""
+        """Number of tokens of all completed steps, over all ranks, without padding."""
         return self._position.tokens_consumed
 
     def next_documents(self) -> list[PackedDocuments]:
-        """The documents of each micro-batch that this data rank takes for the next step. Reads no tokens."""
+        """Return the documents of each micro-batch of this data rank's next step, without reading tokens."""
         assert self._micro_batch == 0, "within a step"
         placed = self._placed_rows()
         dealt = [self.micro_batches.rows(number, self._data_rank) for number in range(len(self.micro_batches))]
         return [self._sides.layout([row for _, row in placed[own.start : own.stop]]) for own in dealt]
 
     def forecast(self, steps: int) -> Forecast | None:
-        """What the next steps will take of each source of a mixture; None of one folder."""
+        """Return the forecast of a mixture's sources over the next steps; None for a single folder."""
         if isinstance(self._order, MixedOrder):
             return self._order.forecast(self._position, steps * self._rows_per_step)
         return None
 
     def pack_report(self) -> PackReport:
-        """Rows, padding, cuts and truncation of the epoch under way: an estimate where it has several blocks."""
+        """Return rows, padding, cuts and truncation of the current epoch: an estimate if it has several blocks."""
         return self._order.report(self._position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last completed step ended: plain JSON, the same on every rank, good for any number of ranks."""
+        """Return the position after the last step as plain JSON: equal on all ranks, loadable with any number of them."""
         return self._order.state(self._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the step at which ``state`` was taken; ``DataError`` if it is of other data or another order."""
+        """Continue after the step at which ``state`` was taken; raise ``DataError`` if its data or order differs."""
         self._position = self._order.read(state)
-        # The state says by which segments middles are to be filled in.
+        # The state determines the segments used for fill-in-the-middle.
         self._sides = replace(self._sides, documents=documents_in(self.folders, self._order.fims))
-        # What was read of a step under way is read again, from its first micro-batch.
+        # An unfinished step is read again from its first micro-batch.
         self._micro_batch = 0
 
     def _placed_rows(self) -> list[tuple[int, Row]]:
-        """The rows of the next step with their numbers, at the places that the micro-batches are dealt out by."""
+        """Return the rows of the next step with their numbers, in the order in which micro-batches take them."""
         rows, self._step_end = self._order.rows(self._position, self._rows_per_step)
         if self._cost is None:
             return list(enumerate(rows))
@@ -323,14 +325,14 @@ class Loader:
         return [(number, rows[number]) for number in places]
 
     def _next_rows(self) -> list[tuple[int, Row]]:
-        """Those of this data rank's next micro-batch."""
+        """Return the rows of this data rank's next micro-batch."""
         if self._micro_batch == 0:
             self._step_rows = self._placed_rows()
         own = self.micro_batches.rows(self._micro_batch, self._data_rank)
         return self._step_rows[own.start : own.stop]
 
     def _advance(self) -> None:
-        """To the next micro-batch; behind the last one to the row after the step's. Not before all was read."""
+        """Advance to the next micro-batch, or after the last one to the next step; call only after reading all rows."""
         self._micro_batch += 1
         if self._micro_batch == self.micro_batches_per_step:
             self._position = self._step_end
@@ -342,7 +344,7 @@ Rows = FirstRows | list[Row]
 
 
 class ValidationLoader:
-    """A fixed number of rows in a fixed order, for one data rank. ``build_validation_loader`` makes it."""
+    """A fixed number of rows in a fixed order, for one data rank; built by ``build_validation_loader``."""
 
     def __init__(
         self,
@@ -359,7 +361,7 @@ class ValidationLoader:
         source_seq_len: int = 0,
         **of_sides: Any,
     ) -> None:
-        """``rows`` number the documents of all ``folders``, as ``Corpus`` does."""
+        """Initialize the loader; ``rows`` number the documents of all ``folders`` as ``Corpus`` does."""
         self.folders = tuple(folders)
         """What is read. One tokenizer made them all."""
         self.source_names = source_names
@@ -367,7 +369,7 @@ class ValidationLoader:
         self._rows = rows
         self._sides = Sides(documents_in(folders), seq_len, masking, source_seq_len, **of_sides)
         self.seq_len = seq_len
-        # Rounded up: the last rows are never left out.
+        # Rounded up, so that the last rows are never dropped.
         unit = data_degree
         if not even:
             unit *= micro_batch_rows
@@ -377,24 +379,25 @@ class ValidationLoader:
 
     @property
     def shards(self) -> ShardSet:
-        """The first folder: for what is the same in all, the tokenizer and the padding."""
+        """The first folder, for values that all folders share: the tokenizer and the padding."""
         return self.folders[0]
 
     @property
     def num_rows(self) -> int:
-        """Rows with text, over all ranks."""
+        """Number of rows with text, over all ranks."""
         return len(self._rows)
 
     def segments(self, row: int) -> list[tuple[np.ndarray, int, int]]:
-        """The examples of a row of two segments: tokens before masking, first token of the second, and their order."""
+        """Return the two-segment examples of a row: unmasked tokens, first token of the second segment, and order."""
         return self._sides.segments(self._rows[row])
 
     @cached_property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes of text that a token of these rows stands for, as the folders' own means are; None if unknown.
+        """Mean bytes of text per token of these rows, from the folders' own means; None if unknown.
 
-        Of conversations it is: the mean is of all tokens, and a loss of those that count. Of masked tokens too, which
-        are predicted from both sides, and of examples that are made of texts, whose targets are half sentinels.
+        It is unknown for conversations: the mean is over all tokens, the loss over the counted ones only. Also for
+        masked tokens, which are predicted from both sides, and for examples made from texts, whose targets are half
+        sentinels.
         """
         sides = self._sides
         if sides.masking is not None or sides.recipe is not None or any(shards.is_masked for shards in self.folders):
@@ -411,7 +414,7 @@ class ValidationLoader:
         return sum(mean * count for mean, count in zip(means, tokens, strict=True) if mean) / sum(tokens)
 
     def __len__(self) -> int:
-        """Micro-batches on each rank, the same everywhere."""
+        """Return the number of micro-batches on each rank, the same everywhere."""
         return len(self._micro_batches)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -420,14 +423,17 @@ class ValidationLoader:
             yield self._sides.batch(self._rows_of(number)).unpack()
 
     def shares(self, place: Place, place_source: Place | None = None) -> Iterator[CompactBatch]:
-        """Yield the part of each micro-batch that ``place`` says, and ``place_source`` of sources; reads that alone."""
+        """Yield this rank's share of each micro-batch, at ``place`` and for sources at ``place_source``.
+
+        Only these shares are read.
+        """
         for number in range(len(self)):
             yield self._sides.share(self._rows_of(number), place, place_source)[0]
 
     def _rows_of(self, number: int) -> list[Row]:
         rows: list[Row] = []
         for row in self._micro_batches.rows(number, self._data_rank):
-            # Every rank takes part in every collective, so a rank without rows gets rows of padding.
+            # Every rank takes part in every collective, so a rank without rows gets padding rows.
             found = Row()
             if row < len(self._rows):
                 found = self._rows[row]
@@ -442,7 +448,7 @@ def _opener(*, verify: bool) -> Open:
 
 
 def _opened(folder: str | Location | ShardSet, open_folder: Open) -> ShardSet:
-    """The shard folder; ``DataError`` if it has no documents."""
+    """Return the opened shard folder; raise ``DataError`` if it has no documents."""
     shards = folder
     if not isinstance(shards, ShardSet):
         shards = open_folder(shards)

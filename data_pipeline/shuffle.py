@@ -1,4 +1,4 @@
-"""The order of documents and rows: integer arithmetic of our own that depends on no library's random generator."""
+"""Random order of documents and rows, by our own integer arithmetic: independent of any library's random generator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from longctx.mixing import mix64, mix64_array
 
 
 def key64(*parts: int) -> int:
-    """64 bits that depend on every integer of ``parts`` and on their order."""
+    """Return 64 bits that depend on every integer of ``parts`` and on their order."""
     key = 0
     for part in parts:
         key = mix64(key ^ part)
@@ -16,21 +16,21 @@ def key64(*parts: int) -> int:
 
 
 def shuffled(numbers: np.ndarray, *parts: int) -> np.ndarray:
-    """The indices [n], int64, that put distinct ``numbers`` in the order of their hashes with ``parts``."""
+    """Return the indices [n], int64, that sort distinct ``numbers`` by their hashes with ``parts``."""
     keys = mix64_array(numbers.astype(np.uint64) ^ np.uint64(key64(*parts)))
     return np.argsort(keys, kind="stable")
 
 
 def falls_below(value: int, fraction: float, *parts: int) -> bool:
-    """True for about ``fraction`` of all values, always the same ones for the same ``parts``."""
+    """Return True for about ``fraction`` of all values, always the same ones for the same ``parts``."""
     # Compared as integers: the fraction is rounded once, not each value.
     return key64(value, *parts) < int(fraction * 2**64)
 
 
 def fall_below(values: np.ndarray, fraction: float, *parts: int) -> np.ndarray:
-    """``falls_below`` of every value, bool [n]."""
+    """Return ``falls_below`` of every value, bool [n]."""
     keys = values.astype(np.uint64)
-    # Step by step as ``key64`` has it, which begins at 0 with the value itself.
+    # The same steps as in ``key64``, which begins with 0 and the value itself.
     keys = mix64_array(keys)
     for part in parts:
         keys = mix64_array(keys ^ np.uint64(part))
@@ -38,11 +38,12 @@ def fall_below(values: np.ndarray, fraction: float, *parts: int) -> np.ndarray:
 
 
 class Permutation:
-    """A permutation of ``range(count)`` that is computed at each place and stored nowhere: a function of its arguments.
+    """A permutation of ``range(count)``, computed on the fly and not stored: a pure function of its arguments.
 
-    A Feistel network (Luby and Rackoff 1988) permutes the numbers of as many bits as ``count`` needs. Where it leaves
-    the range it is applied again until it is back inside (cycle walking; Black and Rogaway, "Ciphers with arbitrary
-    finite domains", 2002): fewer than two times on average, because ``count`` is more than half of these numbers.
+    A Feistel network (Luby and Rackoff 1988) permutes the numbers of as many bits as ``count`` needs. If the result is
+    out of range, it is applied again until the result is in range (cycle walking; Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002): fewer than two times on average, because ``count`` is more than half of these
+    numbers.
     """
 
     _ROUNDS = 6
@@ -57,7 +58,7 @@ class Permutation:
         self._keys = [np.uint64(key64(*parts, number)) for number in range(self._ROUNDS)]
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """The numbers at these places [n], int64; places are within ``range(count)``."""
+        """Return the numbers at these places [n], int64; places are within ``range(count)``."""
         numbers = self._permute_bits(places.astype(np.uint64))
         outside = np.flatnonzero(numbers >= self._count)
         while len(outside):
@@ -66,11 +67,11 @@ class Permutation:
         return numbers.astype(np.int64)
 
     def _permute_bits(self, numbers: np.ndarray) -> np.ndarray:
-        """The network: a permutation of all numbers of so many bits."""
+        """Apply the network: a permutation of all numbers of so many bits."""
         high_mask, low_mask = self._masks
         high, low = numbers >> self._low_bits, numbers & low_mask
         for number, key in enumerate(self._keys):
-            # Each round changes one part by a hash of the other, so it can be undone: no two numbers meet.
+            # Each round changes one part by a hash of the other, so it is invertible: no two numbers collide.
             if number % 2:
                 high = high ^ (mix64_array(low ^ key) & high_mask)
             else:

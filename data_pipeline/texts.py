@@ -1,4 +1,4 @@
-"""Documents as text again: of a shard folder by its own tokenizer, or of whatever ``data build`` reads."""
+"""Documents as text: from a shard folder with its own tokenizer, or from any source that ``data build`` reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from data_pipeline.stores.urls import Location
 
 
 def read_texts(folder: str | Location) -> Iterator[str]:
-    """Yield the text of each document, in the folder's order, as a haystack of evaluation takes it.
+    """Yield the text of each document, in the folder's order, in the form of an evaluation haystack.
 
     A run's held-out documents are its ``data.validation`` folder.
     """

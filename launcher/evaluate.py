@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The script's own folder would shadow top-level modules of the same names; the repository is what we import from.
+# The script's own folder would shadow top-level modules of the same names; import from the repository instead.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from longctx_train import end_if_names_clash

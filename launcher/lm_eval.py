@@ -1,4 +1,4 @@
-"""lm-eval with a model of ours, over ranks: ``deepspeed --hostfile hostfile launcher/lm_eval.py --model_args …``.
+"""Run lm-eval with one of our models, over ranks: ``deepspeed --hostfile hostfile launcher/lm_eval.py --model_args …``.
 
 Options are those of ``lm_eval run``. ``python -m launcher.lm_eval`` is the same in one process.
 """
@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# The script's own folder would shadow lm-eval itself; the repository is what we import from.
+# The script's own folder would shadow lm-eval itself; import from the repository instead.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from longctx_train import end_if_names_clash
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int | None:
     check_hostfile(hostfile or "launcher", world_size)
     if find_spec("lm_eval") is None:
         raise ConfigError("lm-eval is not installed. Install it: pip install -e '.[lm-eval]'")
-    # One process needs no group, and lm-eval makes the model.
+    # A single process needs no group, and lm-eval builds the model.
     if world_size == 1:
         from launcher.evaluation.harness.model import run_command
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int | None:
         try:
             run_command(arguments)
         except SystemExit:
-            # Help, or what is wrong with the options, is printed; any other error ends all ranks by itself.
+            # Help or an error in the options has been printed; any other error ends all ranks by itself.
             ranks.end()
             raise
         ranks.end()

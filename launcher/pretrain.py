@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Imports make a million objects that all stay. Looking through them for garbage again and again takes a tenth of
-    # the start.
+    # Imports make a million objects that all stay. Scanning them for garbage again and again takes a tenth of the
+    # start.
     gc.disable()
 
-# The script's own folder would shadow top-level modules of the same names; the repository is what we import from.
+# The script's own folder would shadow top-level modules of the same names; import from the repository instead.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from longctx_train import end_if_names_clash
@@ -35,8 +35,8 @@ from parallel.runtime.launched import environment_rank
 
 
 def main(argv: list[str], stop: Stop | None = None) -> int:
-    """Check everything that can be checked, then train; returns the exit code. ``stop`` may have been asked already."""
-    # A user's mistakes first, on every rank alike, before any waits for another or allocates.
+    """Check everything that can be checked, then train. Return the exit code. ``stop`` may already be requested."""
+    # Report a user's mistakes first, on every rank, before any rank waits for another or allocates.
     rank, world_size = environment_rank()
     config = load_run_config(argv, quiet=rank != 0)
     check_tasks(config.run.hostfile, argv)
@@ -58,7 +58,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     from launcher.training.setup import build_run
     from launcher.training.trainer import Trainer
 
-    # Before anything large is built: garbage that holds tensors must go.
+    # Re-enable before anything large is built: garbage that holds tensors must be freed.
     gc.enable()
 
     trainer = Trainer(build_run(config, device, stop))

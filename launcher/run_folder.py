@@ -1,4 +1,4 @@
-"""A run's folder: made before anything is allocated, with the files that explain the run later."""
+"""Folder of a run: created before anything is allocated, with files that document the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOLD_SECONDS = 15.0
 
 
 def prepare_folder(config: RunConfig) -> Path:
-    """Make the run's folder and return it; ConfigError when it cannot be written or holds a run already."""
+    """Make the run's folder and return it; raise ConfigError if it cannot be written or already holds a run."""
     folder = Path(config.run.output_dir)
     try:
         if config.run.resume == "no" and (folder / METRICS_FILE).exists():
@@ -49,12 +49,12 @@ def prepare_folder(config: RunConfig) -> Path:
                 "Go on with it (--run.resume latest), or choose another folder (--run.output_dir ...)."
             )
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
-        # Permissions do not say it: the disk may be full, or mounted to be read only.
+        # Permissions are not enough: the disk may be full or mounted read-only.
         probe = folder / f".writable.{os.getpid()}"
         probe.write_text("x")
         probe.unlink()
     except (OSError, ValueError) as error:
-        # ValueError is what a null character in the name gives.
+        # A null character in the name gives ValueError.
         raise ConfigError(
             f"run.output_dir={config.run.output_dir!r} cannot be written: {error}.\n"
             "Choose a folder you may write to (--run.output_dir ...), on a disk with free space."
@@ -63,9 +63,9 @@ def prepare_folder(config: RunConfig) -> Path:
 
 
 def hold_folder(folder: Path, *, wait_seconds: float = HOLD_SECONDS) -> None:
-    """Keep other runs out of a folder as long as this process lives; ClusterError where one is at work there.
+    """Lock the folder against other runs while this process lives; raise ClusterError if a run is active in it.
 
-    Rank 0 does it. The system lets go of it when the process ends, however it ends.
+    Called by rank 0. The system releases the lock when the process ends, for any reason.
     """
     path = folder / LOGS / HOLDER_FILE
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -81,20 +81,20 @@ def hold_folder(folder: Path, *, wait_seconds: float = HOLD_SECONDS) -> None:
                 "Two would write over one another. End that one first, or choose another folder (--run.output_dir ...)."
             )
         if not is_told:
-            # At once, and not when the wait is over: whoever started it by mistake need not wait.
+            # Immediately rather than after the wait, for users who started it by mistake.
             sys.stderr.write(spelled(f"{belongs} Waiting {wait_seconds:.0f} s at most for it to end.\n"))
             sys.stderr.flush()
             is_told = True
         time.sleep(0.1)
-    # The words are for people; the lock is there without them.
+    # The text is for people; the lock does not depend on it.
     with suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}".encode(), 0)
-    # Not closed: with the handle goes the lock.
+    # The handle stays open: closing it would release the lock.
 
 
 def _is_locked(handle: int) -> bool:
-    """Whether this process has the lock now, or the file system knows of none."""
+    """Return True if this process now holds the lock, or if the file system does not support locks."""
     try:
         # Not flock, which a forked child would hold on to.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,9 +123,9 @@ def start_logging(folder: Path, rank: int) -> None:
         to_console.setLevel(logging.WARNING)
         to_console.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
     to_console.addFilter(is_for_console)
-    # A full disk must not bury the error that says so under the log's own traceback.
+    # Without this, on a full disk the log's own traceback would bury the error that reports it.
     logging.raiseExceptions = False
-    # Our packages alone, not the root: DeepSpeed and torch log what no user of ours asked for.
+    # Only our packages, not the root logger: DeepSpeed and torch log messages that our users did not ask for.
     ours = [logging.getLogger(name) for name in ("launcher", "parallel", "data_pipeline", "longctx", "__main__")]
     for logger in ours:
         logger.setLevel(logging.INFO)
@@ -134,21 +134,21 @@ def start_logging(folder: Path, rank: int) -> None:
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """The console, which may be a terminal: names of files and documents are strangers'."""
+    """Console handler, for a stream that may be a terminal: names of files and documents are untrusted."""
 
     def format(self, record: logging.LogRecord) -> str:
         return for_terminal(super().format(record), self.stream)
 
 
 class _LogFile(logging.FileHandler):
-    """A rank's log. What cannot be written there ends no run, and is said once."""
+    """Log file of a rank. A failed write does not end the run and is reported once."""
 
     _has_failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Say once, on the console, that lines are missing from here on."""
+        """Report once, on the console, that lines are missing from here on."""
         error = sys.exc_info()[1]
-        # An error that ends the run says more, and is the last thing that a user reads.
+        # An error that ends the run is more informative, and must be the last message a user reads.
         if self._has_failed or not is_for_console(record):
             return
         self._has_failed = True
@@ -158,7 +158,7 @@ class _LogFile(logging.FileHandler):
 
 
 def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
-    """Host, versions, degrees and command line, as plain values."""
+    """Return host, versions, degrees and command line as plain values."""
     packages: dict[str, str] = {"longctx": __version__}
     for name in ("torch", "deepspeed", "numpy", "pyarrow", "sentencepiece", "safetensors"):
         try:
@@ -182,7 +182,7 @@ def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """The processor's name."""
+    """Return the name of the processor."""
     # On Linux platform.processor() is the architecture, or empty.
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -191,5 +191,5 @@ def processor_name() -> str:
     for line in lines:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
-    # ARM has no model name there.
+    # On ARM there is no model name.
     return platform.machine()

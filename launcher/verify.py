@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The script's own folder would shadow top-level modules of the same names; the repository is what we import from.
+# The script's own folder would shadow top-level modules of the same names; import from the repository instead.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from longctx_train import end_if_names_clash
@@ -35,7 +35,7 @@ from parallel.runtime.launched import environment_rank
 
 
 def main(argv: list[str]) -> int | None:
-    """Check everything that can be checked, then compare."""
+    """Check everything that can be checked, then compare with one process."""
     rank, world_size = environment_rank()
     if argv in (["--help"], ["-h"]):
         end_with(f"{__doc__}\nSettings are those of pretrain.py, whose --help explains each.", quiet=rank != 0)
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int | None:
 
 
 def _without_probe(argv: list[str]) -> tuple[list[str], bool]:
-    """Return the settings of a run, and whether ``--probe leak`` stands among them."""
+    """Return the settings of the run, and True if ``--probe leak`` is among the arguments."""
     rest = [word for word in argv if not word.startswith("--probe")]
     given = " ".join(argv).replace("--probe=", "--probe ")
     if len(rest) == len(argv):

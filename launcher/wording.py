@@ -1,4 +1,4 @@
-"""How counts and long lists are worded in messages, the report and the verbs."""
+"""Wording of counts and long lists in messages, the report and the verbs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 
 def plural(count: int, thing: str) -> str:
-    """``1 shard``, ``2 shards``."""
+    """Return the count with its noun: ``1 shard``, ``2 shards``."""
     if count == 1:
         return f"1 {thing}"
     return f"{count:,} {thing}s"
 
 
 def short_duration(seconds: float) -> str:
-    """Two units at most: ``45 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
-    # What rounds up to the next unit is told in it: 59.9 s are a minute.
+    """Format a duration with two units at most: ``45 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
+    # A duration that rounds up to the next unit is given in that unit: 59.9 s are a minute.
     if seconds < 59.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -29,7 +29,7 @@ def short_duration(seconds: float) -> str:
 
 
 def first_names(names: Sequence[str], most: int = 8, thing: str = "") -> str:
-    """``a, b and 3 more``: at most ``most`` names, and how many others there are, counted in ``thing`` if given."""
+    """Join at most ``most`` names and the number of others: ``a, b and 3 more``, counted in ``thing`` if given."""
     shown = ", ".join(names[:most])
     if len(names) <= most:
         return shown
@@ -37,6 +37,6 @@ def first_names(names: Sequence[str], most: int = 8, thing: str = "") -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str], most: int = 3) -> str:
-    """A question, with a space before it, that offers the known names that look most like ``word``."""
+    """Return a question, with a leading space, that offers the known names closest to ``word``."""
     close = difflib.get_close_matches(word, known, n=most, cutoff=0.5) or sorted(known)
     return f" Did you mean {' or '.join(close[:most])}?"

@@ -1,6 +1,6 @@
-"""The model and what is done with it: decoder, kernels, objectives, conversion, generation.
+"""The model and its uses: decoder, kernels, objectives, conversion, generation.
 
-Knows tensors, not processes: nothing in here imports ``torch.distributed``, ``parallel`` or ``launcher``.
+This package handles tensors, not processes: it never imports ``torch.distributed``, ``parallel`` or ``launcher``.
 """
 
 __version__ = "0.1.0"

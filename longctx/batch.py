@@ -1,4 +1,4 @@
-"""What the data pipeline hands to the model: rows of packed documents, their boundaries, and what follows each token.
+"""Input of the model: rows of packed documents, their boundaries, and the token after each token.
 
 Axes: B rows, T tokens a row; a small t is one rank's shard of T.
 """
@@ -28,10 +28,10 @@ PADDING_DOCUMENT = -1
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents laid end to end over a whole sequence, on however many ranks its tokens live.
+    """Documents packed end to end over a full sequence, for any number of ranks that share its tokens.
 
-    Made once a batch, by ``of``; layouts, schedules, masks and kernels read the same one. It may be a dictionary's key:
-    its hash is computed once, however many documents there are.
+    Built once per batch, by ``of``; layouts, schedules, masks and kernels read the same instance. It can be a
+    dictionary key: its hash is computed once for any number of documents.
     """
 
     bounds: tuple[int, ...]
@@ -40,7 +40,8 @@ class PackedDocuments:
     """Numbers of the documents that are padding, ascending; None if nobody said. Not compared: layouts, schedules and
     masks are the same."""
 
-    # Fields rather than properties: a compiled graph that counted the bounds would serve one number of documents.
+    # Fields rather than properties: a compiled graph that counted the bounds would be valid for one number of
+    # documents.
     num_tokens: int = field(init=False, compare=False, repr=False)
     """Length of the whole sequence."""
     num_documents: int = field(init=False, compare=False, repr=False)
@@ -56,11 +57,12 @@ class PackedDocuments:
     def _set(self, bounds: tuple[int, ...], lengths: tuple[int, ...], padding: tuple[int, ...] | None) -> None:
         counted = lengths
         if padding:
-            # Frequencies that stretch with the length must not stretch with what fills a row.
+            # Frequencies that stretch with the length must not stretch with a row's padding.
             counted = list(lengths)
             for number in padding:
                 counted[number] = 0
-        # All in one stroke: a micro-batch of short rows is read in the time of a few dozen assignments.
+        # One update instead of one call per field: a micro-batch of short rows is read in the time of a few dozen
+        # assignments.
         vars(self).update(
             bounds=bounds,
             num_tokens=bounds[-1],
@@ -72,7 +74,7 @@ class PackedDocuments:
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], padding: tuple[int, ...] | None = None) -> PackedDocuments:
-        """Documents of these lengths, all whole numbers of at least 0; ``padding`` as the field says."""
+        """Return documents of these lengths, integers of at least 0; ``padding`` as in the field."""
         documents = cls.__new__(cls)
         documents._set(tuple(accumulate(lengths, initial=0)), tuple(lengths), padding)
         return documents
@@ -81,9 +83,10 @@ class PackedDocuments:
     def of(
         cls, cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None, num_tokens: int | None = None
     ) -> PackedDocuments:
-        """The documents between these boundaries; None is one document of ``num_tokens``.
+        """Return the documents between these boundaries; None means one document of ``num_tokens``.
 
-        ConfigError unless they are whole numbers that ascend from 0, and to ``num_tokens`` where that is given.
+        Raise ConfigError unless the boundaries are integers that ascend from 0, and end at ``num_tokens`` if that is
+        given.
         """
         if cu_seqlens is None:
             assert num_tokens is not None, "one document of how many tokens?"
@@ -96,7 +99,7 @@ class PackedDocuments:
             found = cu_seqlens.tolist()
         else:
             found = list(cu_seqlens)
-        # Here, once a batch, so that nobody behind has to check again.
+        # Checked here, once per batch, so that later code need not check again.
         fault = _fault(found, num_tokens)
         if fault is not None:
             _refuse(found, num_tokens, fault)
@@ -104,24 +107,24 @@ class PackedDocuments:
 
     @classmethod
     def of_rows(cls, num_rows: int, row_tokens: int) -> PackedDocuments:
-        """Rows of one document each, laid end to end."""
+        """Return rows of one document each, packed end to end."""
         return cls(tuple(row_tokens * row for row in range(num_rows + 1)))
 
     def padded(self, num_tokens: int) -> PackedDocuments:
-        """The same documents, and padding up to so many tokens, in documents none longer than the longest."""
+        """Return the same documents with padding up to ``num_tokens``, in documents no longer than the longest."""
         missing = num_tokens - self.num_tokens
         if not missing:
             return self
         assert missing > 0, f"{self.num_tokens} tokens are more than {num_tokens}"
-        # In short documents padding costs no more attention than what it stands behind.
+        # In short documents padding costs no more attention than the real documents.
         starts = range(self.num_tokens, num_tokens, self.longest or missing)
         added = range(self.num_documents, self.num_documents + len(starts))
         return PackedDocuments((*self.bounds, *starts[1:], num_tokens), (*(self.padding or ()), *added))
 
     def with_padding(self, document_ids: Tensor) -> PackedDocuments:
-        """Return the same documents, with ``padding`` as ``document_ids`` [B, T] say it: negative for padding.
+        """Return the same documents with ``padding`` taken from ``document_ids`` [B, T]: negative for padding.
 
-        Unchanged if padding is known already, or if these are not the tokens of the whole sequence.
+        Return them unchanged if padding is known already, or if these are not the tokens of the full sequence.
         """
         if self.padding is not None or document_ids.numel() != self.num_tokens:
             return self
@@ -131,9 +134,9 @@ class PackedDocuments:
         return PackedDocuments(self.bounds, padding)
 
     def within(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """What each document has of tokens [start, stop): its number, its first token there, the one behind the last.
+        """Return each document's part of tokens [start, stop): its number, first token there, and end of the part.
 
-        Documents without any are left out.
+        Documents without tokens there are left out.
         """
         if start >= stop:
             return []
@@ -146,11 +149,11 @@ class PackedDocuments:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """The boundaries as int64 [num_documents + 1] on the CPU. Nobody writes into it."""
+        """Boundaries as int64 [num_documents + 1] on the CPU. Read-only."""
         # A row may have thousands: this takes a third of the time of ``torch.tensor``.
         return torch.frombuffer(array("q", self.bounds), dtype=torch.int64)
 
-    # The generated hash would go through all boundaries at each look-up of a cache.
+    # The generated hash would read all boundaries at each cache lookup.
     def __hash__(self) -> int:
         return self._hash
 
@@ -163,8 +166,8 @@ class PackedDocuments:
 class Stream:
     """One sequence of packed documents, ready to be split between ranks token by token.
 
-    Per-token tensors have shape [B, T] (or [B, t] after a split) and are cut together: neither positions nor what
-    follows a token depend on where a shard ends. ``documents`` stay global.
+    Per-token tensors have shape [B, T] (or [B, t] after a split) and are split together: neither the positions nor the
+    following token depend on the end of a shard. ``documents`` stay global.
     """
 
     tokens: Tensor
@@ -204,46 +207,46 @@ class Stream:
     None of a whole one."""
 
     def __post_init__(self) -> None:
-        # Once a batch, of its tokens as a whole: after a split no rank could tell.
+        # Once per batch, from all of its tokens: after a split no rank could tell.
         object.__setattr__(self, "documents", self.documents.with_padding(self.document_ids))
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """The boundaries of ``documents``: int64 [num_documents + 1] on the CPU, ascending from 0 to B·T."""
+        """Boundaries of ``documents``: int64 [num_documents + 1] on the CPU, ascending from 0 to B·T."""
         return self.documents.cu_seqlens
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are not padding."""
+        """Number of tokens that are not padding."""
         return int((self.document_ids != PADDING_DOCUMENT).sum())
 
     @property
     def num_pairs(self) -> int:
-        """Documents of two segments whose first token is here."""
+        """Number of documents of two segments with their first token here."""
         return 0 if self.order is None else int((self.order != IGNORED_TARGET).sum())
 
     @property
     def num_targets(self) -> int:
-        """Tokens that masking chose; without masking, those that one follows in their document, and that count."""
+        """Number of tokens chosen by masking; without masking, of tokens with a following token that counts."""
         targets = self.masked
         if targets is None:
             targets = _targets(self)
         return int((targets != IGNORED_TARGET).sum())
 
     def num_ahead(self, most: int) -> int:
-        """Targets that lie at least 2, 3, … ``most`` + 1 tokens behind where they are predicted, in its document."""
+        """Return the number of predictions 2, 3, … ``most`` + 1 tokens ahead that stay within their document."""
         return _num_ahead(_targets(self), self.positions, most)
 
     def flatten_rows(self) -> Self:
-        """The same tokens as one row [1, B·T]: the shape that a sequence layout splits."""
+        """Return the same tokens as one row [1, B·T], the shape that a sequence layout splits."""
         flat, source = self.map_tokens(lambda x: x.reshape(1, -1)), self.source
         if source is not None:
             source = source.flatten_rows()
-        # Experts' capacity is counted by rows, so their length is remembered; flat twice is flat once.
+        # The experts' capacity is counted by rows, so their length is kept; flattening twice equals flattening once.
         return replace(flat, source=source, row_tokens=self.row_tokens or self.tokens.shape[1])
 
     def padded(self, num_tokens: int) -> Self:
-        """The same tokens as one row of ``num_tokens``, padding behind them: documents of its own, without targets."""
+        """Return the same tokens as one row of ``num_tokens``, padded with separate documents without targets."""
         flat, documents = self.flatten_rows(), self.documents.padded(num_tokens)
         missing = num_tokens - self.documents.num_tokens
         if not missing:
@@ -268,7 +271,7 @@ class Stream:
         return replace(flat, **longer, documents=documents)
 
     def per_token(self) -> dict[str, Tensor]:
-        """The tensors with a value for each token, by name: one that was cut without the others would be shifted."""
+        """Return the per-token tensors by name: all must be split together, or they would be misaligned."""
         found = {"tokens": self.tokens, "positions": self.positions, "document_ids": self.document_ids}
         for name in ("following", "counted", "masked", "segments", "order"):
             if (values := getattr(self, name)) is not None:
@@ -276,12 +279,12 @@ class Stream:
         return found
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with per-token tensors that went through ``change``; ``documents`` stay as they are."""
-        # Tokens may be others afterwards.
+        """Return the same stream with ``change`` applied to the per-token tensors; ``documents`` are unchanged."""
+        # The tokens may differ afterwards.
         return replace(self, **{name: change(x) for name, x in self.per_token().items()}, places=None, firsts=None)
 
     def to(self, device: torch.device) -> Self:
-        """The per-token tensors on ``device``; ``documents`` stay on the CPU, where schedules are built."""
+        """Return the stream with per-token tensors on ``device``; ``documents`` stay on the CPU, for schedules."""
         moved = self.map_tokens(lambda x: x.to(device, non_blocking=True))
         rows = {name: getattr(self, name) for name in ("places", "firsts")}
         rows = {name: x.to(device, non_blocking=True) for name, x in rows.items() if x is not None}
@@ -293,14 +296,14 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Stream):
-    """What an objective is computed of: a stream, and a target for each of its tokens."""
+    """Input of an objective: a stream, and a target for each of its tokens."""
 
     targets: Tensor
     """What is to be predicted at the token, int64; ``IGNORED_TARGET`` where nothing is."""
 
     @property
     def num_targets(self) -> int:
-        """Tokens whose prediction counts in the loss."""
+        """Number of tokens with a prediction that counts in the loss."""
         return int((self.targets != IGNORED_TARGET).sum())
 
     def num_ahead(self, most: int) -> int:
@@ -311,21 +314,21 @@ class Batch(Stream):
 
 
 def next_tokens(stream: Stream) -> Batch:
-    """The batch in which every token's target is the one that follows in the same document, if that counts."""
+    """Return the batch with every token's target being the next token of its document, if that counts."""
     if stream.masked is not None:
         raise ConfigError("masked tokens are for train.objective=masked: what follows one may be masked itself.")
     return with_targets(stream, _targets(stream))
 
 
 def asked_for(stream: Stream) -> Batch:
-    """The batch of what the data ask for: what masking chose, or where nothing is masked the next tokens."""
+    """Return the batch of targets in the data: the masked tokens, or the next tokens if nothing is masked."""
     if stream.masked is None:
         return next_tokens(stream)
     return with_targets(stream, stream.masked)
 
 
 def with_targets(stream: Stream, targets: Tensor) -> Batch:
-    """The batch of these targets. ConfigError unless there is one for each token."""
+    """Return the batch with these targets. Raise ConfigError unless there is one for each token."""
     if targets.shape != stream.tokens.shape:
         raise ConfigError(
             f"targets of shape {list(targets.shape)} stand beside tokens of shape {list(stream.tokens.shape)}: each "
@@ -343,12 +346,12 @@ def _targets(stream: Stream) -> Tensor:
 
 
 def _num_ahead(targets: Tensor, positions: Tensor, most: int) -> int:
-    """How often a target can be predicted from 1, 2, … ``most`` tokens before its own place."""
+    """Return the number of times a target can be predicted from 1, 2, … ``most`` tokens before its own position."""
     return int(((targets != IGNORED_TARGET) * positions.clamp(max=most)).sum())
 
 
 def _fault(bounds: Sequence[Any], num_tokens: int | None) -> str | None:
-    """What is wrong with the boundaries and what would be right, in two sentences; None where nothing is wrong."""
+    """Return the fault of the boundaries and its correction, in two sentences; None if they are valid."""
     if not bounds:
         return f"There is none. One document is [0, {num_tokens or 0}]."
     for number, bound in enumerate(bounds):
@@ -365,7 +368,7 @@ def _fault(bounds: Sequence[Any], num_tokens: int | None) -> str | None:
 
 
 def _refuse(bounds: Sequence[Any], num_tokens: int | None, fault: str) -> None:
-    """Raise the ConfigError, which shows the boundaries and what is wrong with them."""
+    """Raise the ConfigError that shows the boundaries and their fault."""
     goal = "0"
     if num_tokens is not None:
         goal = f"0 to the sequence's {num_tokens} tokens"

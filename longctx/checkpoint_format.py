@@ -1,9 +1,9 @@
-"""Our checkpoint on disk: a manifest and flat pieces of named tensors in safetensors files. Read here.
+"""On-disk checkpoint format: a manifest and flat pieces of named tensors in safetensors files. This module reads it.
 
 A checkpoint folder holds ``manifest.json`` (hashed), the tokenizer's files and safetensors files. Every logical tensor
 (a parameter under its Hugging Face in-memory name) exists in three fp32 roles: ``master``, ``exp_avg``, ``exp_avg_sq``.
-Each role is a list of pieces that cover the flattened tensor once: whoever owned a range wrote it, so any ZeRO stage
-and any number of ranks writes this format, and reads any range of it back. An imported model has masters only.
+Each role is a list of pieces that cover the flattened tensor exactly once. The owner of a range writes it, so any ZeRO
+stage and any number of ranks writes this format, and reads any range of it back. An imported model has only masters.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ _ADVICE = "`longctx checkpoint verify` names every damaged file; resume from an 
 
 
 class CheckpointReader:
-    """A committed checkpoint, opened lazily: nothing but the manifest is read until a range is asked for."""
+    """Committed checkpoint, opened lazily: only the manifest is read until a range is requested."""
 
     def __init__(self, folder: str | Path, *, past_cache: bool = False) -> None:
-        """Read and check the manifest; CheckpointError when it is missing, damaged, made up or of another version.
+        """Read and check the manifest; raise CheckpointError if it is missing, damaged, forged or of another version.
 
-        ``past_cache`` reads values past the page cache: quicker where each is read once.
+        ``past_cache`` reads values past the page cache, which is faster if each is read once.
         """
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
@@ -85,12 +85,12 @@ class CheckpointReader:
 
     @property
     def step(self) -> int:
-        """Optimiser steps taken when it was saved."""
+        """Number of optimiser steps taken when it was saved."""
         return self.manifest["step"]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype the run computed in; the stored masters are fp32."""
+        """Dtype of the run's computation; the stored masters are fp32."""
         return _DTYPES[self.manifest["dtype"]]
 
     @property
@@ -100,29 +100,29 @@ class CheckpointReader:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What is stored of every parameter at least: the master alone in an imported model."""
+        """Roles stored for every parameter: only the master for an imported model."""
         return self._roles
 
     def roles_of(self, name: str) -> tuple[str, ...]:
-        """What is stored of a tensor: of those that Muon updates one moment."""
+        """Return the roles stored for a tensor: tensors updated by Muon have one moment."""
         return tuple(role for role in ROLES if role in self._pieces[name])
 
     def names(self) -> list[str]:
-        """Logical tensors, in the model's order."""
+        """Return the names of the logical tensors, in the model's order."""
         return list(self.manifest["tensors"])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a logical tensor."""
+        """Return the shape of a logical tensor."""
         return tuple(self.manifest["tensors"][name]["shape"])
 
     def read(self, name: str, role: str = "master") -> Tensor:
-        """A whole logical tensor in fp32."""
+        """Return a full logical tensor in fp32."""
         shape = self.shape(name)
         return self.read_range(name, role, 0, torch.Size(shape).numel()).view(shape)
 
     def read_range(self, name: str, role: str, start: int, numel: int) -> Tensor:
-        """``numel`` values of the flattened tensor from ``start``, fp32 [numel]."""
-        # First: every piece is there, in its size, so that no manifest alone can ask for memory.
+        """Return ``numel`` values of the flattened tensor from ``start``, fp32 [numel]."""
+        # First check that every piece exists with its size, so that no manifest alone can cause an allocation.
         places = self._places(name, role, start, numel)
         out = torch.empty(numel, dtype=torch.float32)
         self._fill(out, start, places)
@@ -131,13 +131,13 @@ class CheckpointReader:
     def read_into(self, name: str, role: str, start: int, out: Tensor) -> None:
         """Fill ``out``, flat, of any dtype and on any device, with values of the flattened tensor from ``start``.
 
-        Only what is needed is read, and hashed before it is used, where the manifest has hashes of blocks.
-        CheckpointError where the file is damaged there: what was filled before is right, the rest is untouched.
+        Only the needed blocks are read; if the manifest has block hashes, each block is hashed before use. Raise
+        CheckpointError if the file is damaged there: values filled before are correct, the rest is untouched.
         """
         self._fill(out, start, self._places(name, role, start, len(out)))
 
     def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, one at a time, in ``dtype`` (default: the run's); buffers in float32, as they are."""
+        """Yield every weight, one at a time, in ``dtype`` (default: the run's); buffers stay in float32."""
         for name in self.names():
             values = self.read(name)
             if not is_buffer(name):
@@ -145,18 +145,18 @@ class CheckpointReader:
             yield name, values
 
     def verify(self, files: Iterable[str] | None = None) -> list[str]:
-        """Problems found by reading the files (default: all): empty when sizes and hashes are as the manifest says."""
+        """Return the problems found by reading the files (default: all); empty if sizes and hashes are right."""
         problems: list[str] = []
         if files is None:
             files, problems = self.manifest["files"], self.proof_problems()
         for name in files or ():
-            # The size first: it is free, and a copy that was cut short is the usual damage.
+            # The size first: it is free to check, and a truncated copy is the most common damage.
             problem = self._wrong_size(name) or _wrong_hash(self.folder / name, self.manifest["files"][name])
             problems += [problem] * bool(problem)
         return problems
 
     def proof_problems(self) -> list[str]:
-        """What is wrong with the file that says what proves the checkpoint; empty where there is none."""
+        """Return the problems of the file that holds the proof of the checkpoint; empty if there are none."""
         try:
             read_proof(self.folder)
         except CheckpointError as error:
@@ -164,11 +164,11 @@ class CheckpointReader:
         return []
 
     def wrong_sizes(self) -> list[str]:
-        """Files that are not there, or not as long as the manifest says: what costs no reading."""
+        """Return the problems of missing files, and of files with another size than in the manifest; reads no file."""
         return [problem for problem in map(self._wrong_size, self.manifest["files"]) if problem]
 
     def check_entries(self) -> None:
-        """CheckpointError unless every piece is in its file, in its size; headers alone are read."""
+        """Raise CheckpointError unless every piece is in its file with its size; only headers are read."""
         for roles in self._pieces.values():
             for found in roles.values():
                 for piece in found:
@@ -176,7 +176,7 @@ class CheckpointReader:
         self.close()
 
     def unlisted(self) -> list[str]:
-        """Names in the folder that no hash vouches for: neither the manifest nor what it lists nor a proof."""
+        """Return names in the folder without a hash: neither the manifest, nor listed in it, nor a proof."""
         known = {MANIFEST, PROVED}.union(self.manifest["files"])
         # A proof that is being written, or was when its writer was killed.
         half = f".{PROVED}."
@@ -187,7 +187,7 @@ class CheckpointReader:
         self._files.close()
 
     def _wrong_size(self, name: str) -> str:
-        """What is wrong with a file without reading it; empty where all is well."""
+        """Return the problem of a file that can be seen without reading it; empty if there is none."""
         path, num_bytes = self.folder / name, self.manifest["files"][name]["bytes"]
         if link := link_problem(self.folder, name):
             return link
@@ -198,7 +198,7 @@ class CheckpointReader:
         return ""
 
     def _places(self, name: str, role: str, start: int, numel: int) -> list[_Place]:
-        """Where the values of a range lie; CheckpointError where there are none."""
+        """Return the positions of a range's values in the files; raise CheckpointError if the role is not stored."""
         if role not in self._pieces[name]:
             raise CheckpointError(
                 f"{self.folder} has no {role}: it was imported, so optimiser and schedule start anew."
@@ -206,7 +206,7 @@ class CheckpointReader:
         if start < 0 or start + numel > torch.Size(self.shape(name)).numel():
             raise ValueError(f"values {start} to {start + numel} are not all in {name}, shape {self.shape(name)}")
         found = []
-        # The overlap of what is asked for and what each piece holds.
+        # The overlap of the requested range and each piece.
         for piece in self._pieces[name][role]:
             lo, hi = max(start, piece.start), min(start + numel, piece.start + piece.numel)
             if lo < hi:
@@ -220,14 +220,14 @@ class CheckpointReader:
 
 
 class PieceFiles:
-    """The files that hold the pieces of a checkpoint, opened when they are first needed."""
+    """Files that hold the pieces of a checkpoint, opened on first use."""
 
     def __init__(
         self, folder: Path, files: dict[str, dict[str, Any]], pieces: Iterable[Piece], *, past_cache: bool
     ) -> None:
-        """``files`` are the manifest's entries, ``pieces`` all that lie in them.
+        """Set the manifest's ``files`` entries and all ``pieces`` in them.
 
-        Files that are read once go ``past_cache``: it would cost time, and memory that others use.
+        Files that are read once go ``past_cache``: caching them would cost time, and memory that others use.
         """
         self.folder, self._listed = folder, files
         self._num_pieces = Counter(piece.file for piece in pieces)
@@ -235,7 +235,7 @@ class PieceFiles:
         self._blocks = BlockReader(past_cache=past_cache)
 
     def place(self, piece: Piece) -> int:
-        """Return the first byte of a piece in its file; CheckpointError unless it is there as the manifest says."""
+        """Return the first byte of a piece in its file; raise CheckpointError unless it matches the manifest."""
         entry = self._opened(piece.file).entry(piece.key)
         if entry is None:
             raise CheckpointError(
@@ -252,7 +252,8 @@ class PieceFiles:
     def read_into(self, file: str, start: int, out: Tensor) -> None:
         """Fill ``out``, flat, of any dtype and on any device, with float32 values of a file from byte ``start``.
 
-        ``place`` has opened it. CheckpointError if the bytes are not those that were written: none of them is used.
+        ``place`` must have opened the file. Raise CheckpointError if the bytes differ from those written; none is used
+        then.
         """
         opened = self._files[file]
         if out.device.type == "cpu" and out.dtype == torch.float32 and out.is_contiguous():
@@ -270,7 +271,7 @@ class PieceFiles:
         self._blocks.close()
 
     def _opened(self, file: str) -> SafetensorsFile:
-        """Return a file of this manifest, its header read; CheckpointError for a link, a size or a header that lies."""
+        """Return a file of this manifest with its header read; raise CheckpointError for a bad link, size or header."""
         if file not in self._files:
             if problem := link_problem(self.folder, file):
                 raise CheckpointError(problem)
@@ -280,7 +281,7 @@ class PieceFiles:
                 self._blocks,
                 num_bytes=listed["bytes"],
                 hashes=listed.get("blocks"),
-                # Whatever a stranger says, before memory is taken for it.
+                # Limits for any untrusted file, before memory is allocated for it.
                 header_bytes=_HEADER_BYTES + num_pieces * _ENTRY_BYTES,
                 header_values=_FEW_VALUES + num_pieces * _ENTRY_VALUES,
                 advice=_ADVICE,
@@ -289,7 +290,7 @@ class PieceFiles:
 
 
 def link_problem(folder: Path, file: str) -> str:
-    """Return what is wrong with a file that is a link: it must not make us read elsewhere. Empty if all is well."""
+    """Return the problem of a link that leads out of the folder: it must not redirect reads. Empty if there is none."""
     if (folder / file).is_symlink():
         try:
             check_link(folder, file, CheckpointError)
@@ -299,25 +300,25 @@ def link_problem(folder: Path, file: str) -> str:
 
 
 def _wrong_hash(path: Path, entry: dict[str, Any]) -> str:
-    """What is wrong with a file, by reading all of it; empty where it is what the manifest's ``entry`` says."""
+    """Return the problem of a file, found by reading all of it; empty if it matches the manifest's ``entry``."""
     try:
         if "blocks" in entry:
             found = describe_file(path)
         else:
             found = {"hash": hash_file(path)}
     except OSError as error:
-        # A disk that fails shows it here first.
+        # A failing disk shows up here first.
         return f"{path.name} cannot be read: {error.strerror or error}"
     if found["hash"] != entry["hash"]:
         return f"{path.name} is damaged: its xxh3-128 is not the manifest's"
-    # Those who load it compare these and not the one above.
+    # Loading compares these block hashes, not the one above.
     if found.get("blocks") != entry.get("blocks"):
         return f"{path.name} is damaged: the xxh3-128 of a block of it is not the manifest's"
     return ""
 
 
 class _Place(NamedTuple):
-    """Values ``lo`` to ``hi`` of a flattened tensor lie in a file, from this byte on."""
+    """Position of values ``lo`` to ``hi`` of a flattened tensor: a file, and the first byte in it."""
 
     lo: int
     hi: int
@@ -326,7 +327,7 @@ class _Place(NamedTuple):
 
 
 def _common_roles(pieces: Pieces, folder: Path) -> tuple[str, ...]:
-    """The roles that every parameter is there in: the master alone, or with it a moment or two. Buffers have none."""
+    """Return the roles that every parameter has: only the master, or also one or two moments. Buffers have none."""
     found = {frozenset(roles) for name, roles in pieces.items() if not is_buffer(name)}
     of_buffers = {frozenset(roles) for name, roles in pieces.items() if is_buffer(name)}
     alone, trained = frozenset(ROLES[:1]), {frozenset(ROLES[:2]), frozenset(ROLES)}
@@ -339,10 +340,10 @@ def _common_roles(pieces: Pieces, folder: Path) -> tuple[str, ...]:
 
 
 def model_config(reader: CheckpointReader) -> ModelConfig:
-    """The config of the checkpoint's model; ConfigError when another release wrote keys that this one does not know.
+    """Return the config of the checkpoint's model; raise ConfigError if another release wrote keys unknown to this one.
 
-    CheckpointError for a config of far more than the manifest's tensors: whoever builds such a model to compare the two
-    would wait, or run out of memory.
+    Raise CheckpointError if the config is far larger than the manifest's tensors: building such a model to compare the
+    two would take long, or run out of memory.
     """
     config = ModelConfig.from_dict(reader.model)
     check_size(config, [reader.shape(name) for name in reader.names()], str(reader.folder / MANIFEST))
@@ -350,9 +351,9 @@ def model_config(reader: CheckpointReader) -> ModelConfig:
 
 
 def check_size(config: ModelConfig, shapes: Collection[tuple[int, ...]], where: str) -> None:
-    """CheckpointError, by arithmetic alone, for a config that tensors of these shapes are much too small for.
+    """Raise CheckpointError, by arithmetic alone, if a config is much larger than tensors of these shapes.
 
-    Names and shapes are compared later, and named one by one: this bounds what that costs.
+    Names and shapes are compared later, one by one: this bounds the cost of that comparison.
     """
     held = sum(num_values(shape) for shape in shapes)
     if config.num_layers > len(shapes):
@@ -363,7 +364,7 @@ def check_size(config: ModelConfig, shapes: Collection[tuple[int, ...]], where: 
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """A checkpoint folder as it is; of a run folder, the committed checkpoint with the highest step."""
+    """Return a checkpoint folder itself, or for a run folder the committed checkpoint with the highest step."""
     folder = Path(folder)
     if (folder / MANIFEST).is_file():
         return folder

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint, read as what a stranger may have written.
+"""Manifest of a checkpoint, read as untrusted input.
 
-Its hash proves that it is whole, and anybody can form one. So everything that memory, time or a path would follow is
-checked here, by the manifest alone: types and ranges, names of files, and that the pieces cover each tensor once, of
-bytes that the files are said to have.
+Its hash proves that it is complete, but anyone can compute one. So everything that affects memory, time or paths is
+checked here, from the manifest alone: types and ranges, file names, and that the pieces cover each tensor exactly once,
+with bytes that the files are declared to have.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ADVICE = "Take a checkpoint that a run or `longctx convert` wrote."
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A flat range of one tensor in one role, and the safetensors entry that holds it."""
+    """Flat range of one tensor in one role, and the safetensors entry that holds it."""
 
     file: str
     key: str
@@ -62,19 +62,21 @@ Pieces = dict[str, dict[str, list[Piece]]]
 
 
 def canonical_hash(manifest: dict[str, Any]) -> str:
-    """xxh3-128 of the manifest's canonical JSON, its own ``hash`` entry left out."""
+    """Return the xxh3-128 of the manifest's canonical JSON without its own ``hash`` entry."""
     body = {k: v for k, v in manifest.items() if k != "hash"}
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor is state without gradient and moments: a router's selection bias, which is float32 in any model
-    dtype, or the factor of a layer's output."""
+    """Return whether a tensor is a buffer, without gradient and moments.
+
+    These are a router's selection bias, which is float32 in a model of any dtype, and the factor of a layer's output.
+    """
     return name.endswith((".e_score_correction_bias", ".layer_scalar"))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder: its format, version, hash, and the type and range of every value checked."""
+    """Return the manifest of a folder, with its format, version, hash and the type and range of each value checked."""
     path = folder / MANIFEST
     try:
         manifest = read_manifest_json(folder)
@@ -89,7 +91,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_manifest(manifest: Any, path: object) -> dict[str, Any]:
-    """The manifest that was read from ``path``; CheckpointError unless it is whole, and each value may stand in one."""
+    """Return the manifest read from ``path``; raise CheckpointError unless it is complete and every value is valid."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a longctx checkpoint.")
     version = manifest.get("version")
@@ -105,7 +107,7 @@ def check_manifest(manifest: Any, path: object) -> dict[str, Any]:
 
 
 def refuse_deepspeed(folder: Path) -> None:
-    """CheckpointError for a folder that DeepSpeed's ``save_checkpoint`` wrote; nothing of it is opened."""
+    """Raise CheckpointError for a folder written by DeepSpeed's ``save_checkpoint``; none of its files is opened."""
     for pattern in ("", "*/"):
         for name in ("mp_rank_*_model_states.pt", "*zero_pp_rank_*_states.pt", "layer_*-model_states.pt"):
             found = next(folder.glob(pattern + name), None)
@@ -121,9 +123,9 @@ def refuse_deepspeed(folder: Path) -> None:
 
 
 def read_pieces(manifest: dict[str, Any], path: Path) -> Pieces:
-    """Where the values of each tensor lie; CheckpointError unless every role of it is covered once.
+    """Return the pieces of each tensor; raise CheckpointError unless every role is covered exactly once.
 
-    That is by files that the manifest lists, which have as many bytes. ``path`` is that of the manifest, for messages.
+    Every piece must be in a listed file with enough bytes. ``path`` is that of the manifest, for messages.
     """
     pieces = {
         name: {role: [Piece(**piece) for piece in found] for role, found in entry["roles"].items()}
@@ -135,7 +137,7 @@ def read_pieces(manifest: dict[str, Any], path: Path) -> Pieces:
 
 
 def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
-    """Yield what cannot be right about the pieces; the first may hide others."""
+    """Yield the problems of the pieces; the first may hide others."""
     held: dict[str, int] = dict.fromkeys(manifest["files"], 0)
     seen: set[tuple[str, str]] = set()
     for name, roles in pieces.items():
@@ -144,15 +146,15 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
             yield f"tensors.{name} has shape {shown(manifest['tensors'][name]['shape'])}, more values than any file"
         for role, found in roles.items():
             at = 0
-            # In order each piece must begin where the one before ends: no gap and no value twice.
+            # In order, each piece must begin at the end of the one before: no gap and no overlap.
             for piece in sorted(found, key=lambda p: (p.start, p.numel)):
                 if piece.start != at:
                     yield f"{name} ({role}) is not covered once at value {at}"
-                # Nothing vouches for the bytes of a file without a hash.
+                # The bytes of a file without a hash cannot be trusted.
                 if piece.file not in held:
                     yield f"{name} ({role}) lies in the unlisted file {piece.file}"
                     continue
-                # Two tensors of one entry would be trained apart, and saved as two.
+                # Two tensors in one entry would be trained separately, and saved as two.
                 if (piece.file, piece.key) in seen:
                     yield f"{name} ({role}) lies in {shown(piece.key)} of {piece.file}, where another piece lies"
                 seen.add((piece.file, piece.key))
@@ -160,18 +162,18 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
                 held[piece.file] += VALUE_BYTES * piece.numel
             if at != size:
                 yield f"{name} ({role}) ends at value {at} of {size}"
-    # Bounds everything that is reserved by these numbers: a file's size is compared with the manifest's.
+    # Bounds all allocations made from these numbers: a file's size is compared with the manifest's.
     for file, num_bytes in held.items():
         entry = manifest["files"][file]
         if num_bytes > entry["bytes"]:
             yield f"{file} has {entry['bytes']} bytes, and its pieces {num_bytes}"
-        # Without one for each of them, some bytes would be used as they are.
+        # Without a hash for every block, some bytes would be used unchecked.
         if "blocks" in entry and len(entry["blocks"]) != HASH_DIGITS * num_blocks(entry["bytes"]):
             yield f"{file} has {entry['bytes']} bytes, and {len(entry['blocks']) // HASH_DIGITS} hashes of blocks"
 
 
 def num_values(shape: list[int] | tuple[int, ...]) -> int:
-    """Values of a tensor of this shape, exactly, however many there are."""
+    """Return the exact number of values in a tensor of this shape, however large."""
     product = 1
     for size in shape:
         product *= size
@@ -188,7 +190,7 @@ _TENSOR = record(
 
 
 def check_token_ids(value: Any, where: str) -> None:
-    """An id of a token, several, or none, as a config.json names begin, end and padding."""
+    """Check a token id, several, or none, as config.json names begin, end and padding."""
     if type(value) is list:
         listing(whole(-1, 2**32), most=1024)(value, where)
     else:
@@ -209,7 +211,7 @@ _IMPORTED = record(
 
 
 def _loads(value: Any, where: str) -> None:
-    """How many tokens chose each expert: nothing, or a list of equal lists of numbers."""
+    """Check the number of tokens per expert: null, or a list of equally long lists of numbers."""
     listing(listing(number, least=1))(value, where)
     if len({len(row) for row in value}) > 1:
         raise ValueError(f"{where} has rows of different lengths")
@@ -241,7 +243,7 @@ _TRAINING = record(
 
 
 def _no_manifest(value: Any, where: str) -> None:
-    """A file's name, and not that of the file which lists it."""
+    """Check a file's name, which must not be that of the manifest itself."""
     FILE_NAME(value, where)
     if value == MANIFEST:
         raise ValueError(f"{where} is {MANIFEST}, which cannot vouch for itself")
@@ -274,13 +276,13 @@ _PROOF = record({"manifest": HASH, "by": one_of(("step", "validation")), "step":
 
 
 def seal_proof(manifest_hash: str, proof: dict[str, Any]) -> bytes:
-    """The content of ``PROVED``: what proves the checkpoint of this manifest, under a hash of its own."""
+    """Return the content of ``PROVED``: the proof of the checkpoint with this manifest, under its own hash."""
     content = {"manifest": manifest_hash, **proof}
     return json.dumps(content | {"hash": canonical_hash(content)}).encode()
 
 
 def read_proof(folder: Path) -> dict[str, Any] | None:
-    """What proves a checkpoint, None where nothing does; CheckpointError for a file that is not as it was written."""
+    """Return the proof of a checkpoint, None if it has none; raise CheckpointError if the file was changed."""
     path = folder / PROVED
     if not path.exists():
         return None
@@ -291,7 +293,7 @@ def read_proof(folder: Path) -> dict[str, Any] | None:
 
 
 def parse_proof(text: bytes) -> dict[str, Any]:
-    """What a file ``PROVED`` says; CheckpointError where it is not as it was written."""
+    """Return the content of a ``PROVED`` file; raise CheckpointError if it was changed."""
     try:
         content = parse_json(text)
         if not isinstance(content, dict) or content.get("hash") != canonical_hash(content):

@@ -1,9 +1,9 @@
-"""``CompactBatch``: a micro-batch as it travels from the shards to a device, in two or four bytes a token.
+"""``CompactBatch``: a micro-batch on its way from the shards to a device, in two or four bytes per token.
 
-A token and the one that follows it lie in one buffer; positions and document ids follow from where documents
-begin. ``unpack`` makes the ``Batch`` of int64 tensors, 32 bytes a token, on the device that works on them.
+A token and the one that follows it are in one buffer; positions and document ids are derived from the document
+boundaries. ``unpack`` makes the ``Batch`` of int64 tensors, 32 bytes per token, on the device that uses them.
 
-Axes: B rows, t tokens of this rank, D documents of the whole sequence, S spans.
+Axes: B rows, t tokens of this rank, D documents of the full sequence, S spans.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocumen
 
 
 class DocumentEnd(IntEnum):
-    """What follows a document's last token."""
+    """Kind of token after the last token of a document."""
 
     NOTHING = 0
     """It ends there: its last token has no target."""
@@ -31,7 +31,7 @@ class DocumentEnd(IntEnum):
 
 
 class Span(NamedTuple):
-    """Tokens start, start + step, … of the sequence (``count`` of them) that lie together in ``CompactBatch.ids``."""
+    """Tokens start, start + step, … of the sequence (``count`` of them), contiguous in ``CompactBatch.ids``."""
 
     start: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -41,21 +41,22 @@ class Span(NamedTuple):
 
     @property
     def following(self) -> int:
-        """How far behind a token its following one lies."""
-        # Neighbours share the buffer: what follows one is the next one. With a step, what follows lies behind them all.
+        """Distance in the buffer from a token to the one that follows it."""
+        # Neighbours share the buffer: each token's following one is the next. With a step, the following tokens come
+        # after all.
         if self.step == 1:
             return 1
         return self.count
 
     @property
     def size(self) -> int:
-        """Entries that it takes in the buffer."""
+        """Number of buffer entries."""
         return self.count + self.following
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompactBatch:
-    """One rank's tokens of a micro-batch, on the CPU, or all of them."""
+    """One rank's tokens of a micro-batch, or all of them, on the CPU."""
 
     ids: Tensor
     """Token ids, uint16 or int32 as the shards have them: each span's tokens, and the one behind each of them."""
@@ -94,12 +95,12 @@ class CompactBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that go to the device."""
+        """Number of bytes copied to the device."""
         of_source = 0 if self.source is None else self.source.nbytes
         return of_source + sum(getattr(self, name).nbytes for name in self._moving)
 
     def pinned(self) -> CompactBatch:
-        """The same in page-locked memory, which a GPU copies from while it computes."""
+        """Return the same batch in page-locked memory, which a GPU copies from while it computes."""
         source = self.source
         if source is not None:
             source = source.pinned()
@@ -107,40 +108,40 @@ class CompactBatch:
 
     @property
     def _moving(self) -> tuple[str, ...]:
-        """Names of the tensors that go to the device."""
+        """Names of the tensors that are copied to the device."""
         names = ("ids", "spans", "ends", "bounds")
         optional = ("counted", "masked", "seconds", "firsts")
         return names + tuple(name for name in optional if getattr(self, name) is not None)
 
     @property
     def num_pairs(self) -> int:
-        """Documents of two segments whose first token is here."""
+        """Number of documents of two segments with their first token here."""
         return 0 if self.firsts is None else self.firsts.shape[1]
 
     def num_ahead(self, most: int) -> int:
-        """``Batch.num_ahead``."""
+        """Return the same as ``Batch.num_ahead``."""
         return most * self.num_targets - _num_too_near(self, most)
 
     def unpack(self, device: torch.device | str = "cpu", prepare: Callable[[Stream], Batch] = asked_for) -> Batch:
-        """The batch with its per-token tensors [B, t], int64, on ``device``; the host waits for nothing.
+        """Return the batch with its per-token tensors [B, t], int64, on ``device``, without a host synchronisation.
 
-        ``prepare`` makes its targets, there: an objective's own.
+        ``prepare`` makes the targets of an objective, on the device.
         """
         stream = self.stream(device)
         if self.source is not None:
-            # Nothing of it is predicted.
+            # No token of the source is predicted.
             stream = replace(stream, source=replace(self.source.stream(device), following=None))
         return prepare(stream)
 
     def stream(self, device: torch.device | str) -> Stream:
-        """The tokens without targets, and without a source, on ``device``."""
+        """Return the tokens on ``device``, without targets and without a source."""
         if torch.device(device).type == "cpu":
             per_token = self.copied()
         else:
             per_token = looked_up(self, device)
         places = firsts = None
         if self.seconds is not None and self.firsts is not None:
-            # A padding's id is -1: looked up as the first document's, and masked below.
+            # Padding has id -1: looked up as the first document's, and masked below.
             document_ids, seconds = per_token["document_ids"], self.seconds.to(device, non_blocking=True)
             is_second = per_token["positions"] >= seconds[document_ids.clamp(min=0)]
             per_token["segments"] = (is_second & (document_ids != PADDING_DOCUMENT)).long()
@@ -163,7 +164,7 @@ class CompactBatch:
         )
 
     def copied(self) -> dict[str, Tensor]:
-        """The per-token tensors on the CPU, document by document: a tenth of the time of ``looked_up``."""
+        """Return the per-token tensors on the CPU, copied by document: a tenth of the time of ``looked_up``."""
         num_local = self.shape[0] * self.shape[1]
         names = ("tokens", "following", "positions", "document_ids")
         found = {name: torch.empty(num_local, dtype=torch.int64) for name in names}
@@ -179,7 +180,7 @@ class CompactBatch:
             behind = at + span.following
             following[local : local + count] = self.ids[behind : behind + count]
             for number, first, last in self.documents.within(start, start + (count - 1) * step + 1):
-                # The first of the span's tokens that the document has; with a step it may have none.
+                # The first of the span's tokens in this document; with a step there may be none.
                 first += -(first - start) % step
                 num = len(range(first, last, step))
                 if not num:
@@ -201,12 +202,12 @@ class CompactBatch:
 
 
 def _num_too_near(batch: CompactBatch, most: int) -> int:
-    """Return how often a target lies too near to its document's beginning to be predicted from 1 … ``most`` before."""
+    """Return the number of predictions 1 … ``most`` tokens ahead that would start before their document."""
     missing, bounds = 0, batch.documents.bounds
     for start, count, step, _ in batch.spans.tolist():
         for number, first, last in batch.documents.within(start, start + (count - 1) * step + 1):
             begin = bounds[number]
-            # The first tokens of a document alone, of which this rank may have some.
+            # Only the first tokens of a document, some of which may be on this rank.
             for index in range(begin, min(last, begin + most)):
                 if index >= first and not (index - start) % step and _has_target(batch, number, index):
                     missing += most - (index - begin)
@@ -224,7 +225,7 @@ def _has_target(batch: CompactBatch, number: int, index: int) -> bool:
 
 
 def looked_up(batch: CompactBatch, device: torch.device | str) -> dict[str, Tensor]:
-    """The per-token tensors [B·t] by name, each token on its own: what a GPU is fast at."""
+    """Return the per-token tensors [B·t] by name, each token looked up separately, which is fast on a GPU."""
     ids, spans, ends, bounds = (
         x.to(device, non_blocking=True) for x in (batch.ids, batch.spans, batch.ends, batch.bounds)
     )
@@ -235,7 +236,7 @@ def looked_up(batch: CompactBatch, device: torch.device | str) -> dict[str, Tens
     num_local = batch.shape[0] * batch.shape[1]
     local = torch.arange(num_local, device=device)
     ends_S = count_S.cumsum(0)
-    # Searched rather than repeated: nothing here has a size that the host would have to ask for.
+    # Searched rather than repeated: no size here requires a host synchronisation.
     span = torch.searchsorted(ends_S, local, right=True)
     nth = local - (ends_S - count_S)[span]
     entry = at_S[span] + nth
@@ -257,13 +258,13 @@ def looked_up(batch: CompactBatch, device: torch.device | str) -> dict[str, Tens
 
 
 def _inside(bounds: Tensor, index: Tensor) -> Tensor:
-    """Return whether each index lies in one of the runs with these bounds."""
+    """Return whether each index is in one of the runs with these bounds."""
     return torch.searchsorted(bounds, index, right=True) % 2 == 1
 
 
 def _looked_up(ids: Tensor, index: Tensor) -> Tensor:
-    """``ids[index]``, int64."""
+    """Return ``ids[index]`` as int64."""
     if ids.dtype != torch.uint16:
         return ids[index].long()
-    # Few of PyTorch's operators know unsigned numbers: their bits are looked up, and the sign is taken off.
+    # Few PyTorch operators support unsigned dtypes: the bits are looked up, and the sign is removed.
     return ids.view(torch.int16)[index].long().bitwise_and_(0xFFFF)

@@ -1,4 +1,4 @@
-"""``ModelConfig``: everything that defines a decoder, and named ones. Imports no tensor library."""
+"""``ModelConfig``: the full definition of a decoder, and named models. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ T = TypeVar("T")
 class ModelConfig(ModelFields):
     """Shape of a decoder, checked: ``longctx/architecture/fields.py`` has the fields.
 
-    Where a number may be left out, 0 means that there is none (or the usual one). The defaults are a small Qwen2:
-    RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU.
+    If a number is optional, 0 means that there is none (or the usual one). The defaults describe a small Qwen2: RMSNorm
+    before each part, rotary positions, grouped-query attention, SwiGLU.
     """
 
     def __post_init__(self) -> None:
         check_model(self)
 
     def differences(self, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
-        """Fields in which the two are different functions of their weights: name -> (this one's, the other's).
+        """Return the fields that make the two different functions of their weights: name -> (this one's, the other's).
 
-        How weights start, what a loss weighs and sizes that a dense (or expert) model does not read make no difference.
+        Weight initialisation, loss weights and sizes that a dense (or expert) model does not read make no difference.
         """
         idle = names_of_role("training") | names_of_role("length")
-        # A model without experts does not read their fields, and one of experts alone not the dense FFN's width.
+        # A model without experts does not read their fields, and one with only experts not the dense FFN's width.
         if not self.num_experts:
             idle |= names_of_role("experts")
         elif not self.dense_layers:
@@ -46,7 +46,7 @@ class ModelConfig(ModelFields):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """A config from plain values, lists for tuples as JSON has them, strict: an unknown key is an error."""
+        """Return a config from plain values, with lists for tuples as in JSON; an unknown key is an error."""
         values = dict(values)
         if isinstance(values.get("rope"), dict):
             values["rope"] = _from_plain(Rope, values["rope"], "model.rope")
@@ -54,24 +54,24 @@ class ModelConfig(ModelFields):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], *, mtp: bool = False) -> Self:
-        """The config a Hugging Face ``config.json`` describes; ConfigError where this decoder cannot be that model.
+        """Return the config of a Hugging Face ``config.json``; raise ConfigError if this decoder cannot be that model.
 
-        With ``mtp`` its blocks for multi-token prediction are the decoder's too.
+        With ``mtp``, its blocks for multi-token prediction belong to the decoder too.
         """
         return cls(**families.config_from_hf(config, mtp=mtp))
 
     def to_hf(self) -> dict[str, Any]:
-        """A Hugging Face ``config.json`` for this model; ConfigError where no supported family has its shape."""
+        """Return a Hugging Face ``config.json`` for this model; raise ConfigError if no family has its shape."""
         return families.config_to_hf(self)
 
 
 def _from_plain(kind: type[T], values: dict[str, Any], where: str) -> T:
-    """A dataclass from plain values; ConfigError for a key that it does not have."""
+    """Return a dataclass from plain values; raise ConfigError for an unknown key."""
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - known)
     if unknown:
         raise ConfigError(f"unknown {where} keys {shown(unknown)}; known: {sorted(known)}.")
-    # JSON and TOML have no tuples, and a frozen config must hash.
+    # JSON and TOML have no tuples, and a frozen config must be hashable.
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return kind(**(values | lists))
 
@@ -117,8 +117,8 @@ _GPT = {
         ffn_size=6400,
         residual_dropout=0.1,
     ),
-    # arXiv 2005.14165, table 2.1. Every other layer is banded there, by a width that was not published: all are full
-    # here. Whether the head is tied was not said either; the usual count of 175 billion has one of its own.
+    # arXiv 2005.14165, table 2.1. Every other layer is banded there, with an unpublished width: here all are full. The
+    # paper does not say either whether the head is tied; the usual count of 175 billion has a separate one.
     "gpt-3": ModelConfig(
         **_OPENAI,
         vocab_size=50_257,
@@ -321,7 +321,7 @@ _SMALL: dict[str, Any] = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 8,
 
 
 def _two_stacks(layers: int, shape: dict[str, Any], rest: dict[str, Any]) -> ModelConfig:
-    """An encoder and a decoder of so many layers each."""
+    """Return a config with an encoder and a decoder of ``layers`` layers each."""
     values: dict[str, Any] = shape | rest | {"num_layers": layers, "encoder_layers": layers}
     return ModelConfig(**values)
 

@@ -1,7 +1,7 @@
-"""The errors a user can cause. Each message says the value, the rule, and the nearest thing that works.
+"""Errors that a user can cause. Each message states the value, the rule, and the nearest valid alternative.
 
-``launcher`` turns any of them into one screen of text and an exit code, the same on every rank; ``assert`` stays for
-our own invariants.
+``launcher`` turns any of them into one screen of text and an exit code, the same on every rank; ``assert`` is for
+internal invariants.
 """
 
 import math
@@ -10,36 +10,38 @@ from typing import Any
 
 
 class LongCtxError(Exception):
-    """Base of every error that is the user's to mend."""
+    """Base class of all errors that a user can fix."""
 
 
 class ConfigError(LongCtxError):
-    """A configuration that cannot run: unknown key, wrong type, sizes that do not fit one another."""
+    """Configuration that cannot run: unknown key, wrong type, incompatible sizes."""
 
 
 class DataError(LongCtxError):
-    """A corpus, tokenizer or shard that is missing, unreadable or damaged."""
+    """Missing, unreadable or damaged corpus, tokenizer or shard."""
 
 
 class CheckpointError(LongCtxError):
-    """A checkpoint that is missing, incomplete, damaged or of another model; or one that could not be written."""
+    """Checkpoint that is missing, incomplete, damaged or of another model; or one that could not be written."""
 
 
 class TrainingError(LongCtxError):
-    """A step that cannot be taken: numbers that are no numbers any more."""
+    """Training step that cannot be taken, such as one with non-finite values."""
 
     def __init__(self, message: str, record: Mapping[str, Any] | None = None) -> None:
-        """``record`` is what the run's metrics shall hold of the step."""
+        """Set the message and the ``record`` of the step for the run's metrics."""
         super().__init__(message)
         self.record = record
 
 
 class GradientError(TrainingError):
-    """Gradients that are not finite, or refused for their norm: the update was left out on every rank."""
+    """Gradients that are not finite, or refused for their norm: the update was skipped on every rank."""
 
     def __init__(self, norm: float, names: Sequence[str]) -> None:
-        """``names`` are the parameters whose gradients are not finite, in the model's order; none where each gradient
-        is finite and only the norm of them all is not."""
+        """Set the parameters with non-finite gradients, ``names``, in the model's order.
+
+        ``names`` is empty if each gradient is finite and only their total norm is not.
+        """
         problem = f"was refused (its norm is {norm:g})"
         if not math.isfinite(norm):
             problem = f"is not finite (its norm is {norm:g}) in: {', '.join(names) or 'no one tensor'}"

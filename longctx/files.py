@@ -1,6 +1,6 @@
-"""Writing that leaves nothing half-written: whole files and whole folders appear at once or not at all.
+"""Atomic writes: complete files and folders appear at once or not at all.
 
-Beside it, what is read of files without opening them: hashes, and where a run's checkpoints are.
+This module also reads facts about files without parsing them: hashes, and the locations of a run's checkpoints.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ADVICE = {
 def explained_writes(
     path: Path, error: type[LongCtxError] = DataError, *, kept: str = "Nothing is left of it."
 ) -> Iterator[None]:
-    """Turn a failing disk under ``path`` into an ``error`` that says what to do; ``kept`` says what is there still."""
+    """Turn a disk error under ``path`` into an ``error`` with advice; ``kept`` describes the files that remain."""
     try:
         yield
     except OSError as refusal:
@@ -58,7 +58,7 @@ def explained_writes(
 
 
 def write_atomically(path: Path, content: bytes, error: type[LongCtxError] = DataError) -> None:
-    """Write the file in one stroke: readers see the old content or the new, never a part."""
+    """Write the file atomically: readers see the old content or the new, never a part."""
     with explained_writes(path, error):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path) as temporary:
@@ -67,15 +67,15 @@ def write_atomically(path: Path, content: bytes, error: type[LongCtxError] = Dat
 
 @contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; the file written there takes its name, synced, when the block ends well.
+    """Yield a temporary path next to ``path``; on success, the file written there is synced and renamed to ``path``.
 
-    What the system refuses stays an OSError.
+    Errors of the system stay OSErrors.
     """
-    # Beside the target, because a rename is atomic within one file system only.
+    # Next to the target, because a rename is atomic only within one file system.
     temporary = path.with_name(f".{path.name}.{_writer()}.tmp")
     try:
         yield temporary
-        # On the disk before the rename: after a power cut the name must not lead to an empty file.
+        # On the disk before the rename: after a power failure the name must not refer to an empty file.
         sync_path(temporary)
         temporary.replace(path)
     finally:
@@ -83,13 +83,13 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write the file and wait until the disk has it."""
+    """Write the file and wait until it is on the disk."""
     path.write_bytes(content)
     sync_path(path)
 
 
 def sync_path(path: Path) -> None:
-    """Have the system put a file's or folder's content on the disk."""
+    """Flush the content of a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -99,10 +99,10 @@ def sync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def staged_folder(target: Path, *, replace: bool = False, error: type[LongCtxError] = DataError) -> Iterator[Path]:
-    """Yield a temporary folder beside ``target`` that takes its name, synced, when the block ends well, else vanishes.
+    """Yield a temporary folder next to ``target``; on success it is synced and renamed to it, otherwise removed.
 
-    ``replace`` moves an existing target aside first and deletes it last, so a crash loses neither; without it, a target
-    that holds anything is an ``error``. What a killed process left behind is removed by the next one on the same host.
+    ``replace`` moves an existing target aside first and deletes it last, so a crash loses neither; without it, a
+    non-empty target is an ``error``. Leftovers of a killed process are removed by the next one on the same host.
     """
     staging = target.with_name(f".{target.name}.partial.{_writer()}")
     retired = target.with_name(f".{target.name}.retired.{_writer()}")
@@ -117,7 +117,7 @@ def staged_folder(target: Path, *, replace: bool = False, error: type[LongCtxErr
             for path in staging.rglob("*"):
                 sync_path(path)
             sync_path(staging)
-            # Two renames, and between them no target: the exception below puts the old one back.
+            # Two renames, with no target in between: the exception handler below restores the old one.
             if replace and target.exists():
                 target.rename(retired)
             staging.rename(target)
@@ -133,27 +133,27 @@ def staged_folder(target: Path, *, replace: bool = False, error: type[LongCtxErr
 
 
 def check_free(target: Path, error: type[LongCtxError]) -> None:
-    """Raise unless there is nothing at ``target`` but an empty folder."""
+    """Raise an error unless ``target`` does not exist or is an empty folder."""
     is_empty_folder = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
     if (target.exists() or target.is_symlink()) and not is_empty_folder:
         raise error(f"{target} already exists and is not an empty folder. Name another output, or remove it.")
 
 
 def check_link(folder: Path, file: str, error: type[LongCtxError] = DataError) -> None:
-    """``error`` for a file of a folder that is a link out of it, or to nothing.
+    """Raise ``error`` if a file of a folder is a link out of it, or a dangling link.
 
-    A folder may come from a stranger: what it links to must not travel on under its own name. A Hugging Face cache
-    stores every file as a link into its own blobs, so such links are fine.
+    A folder may be untrusted: the target of a link must not be copied under the link's name. A Hugging Face cache
+    stores every file as a link into its own blobs, so such links are allowed.
     """
     allowed = [(folder.resolve() / file).parent, folder.resolve()]
-    # The folder may be named by a link of the user's own.
+    # The user may have named the folder by a link.
     for spelling in (folder.absolute(), folder.resolve()):
         if spelling.parent.name == "snapshots":
             allowed.append((spelling.parents[1] / "blobs").resolve())
     try:
         target = (folder / file).resolve()
     except (OSError, RuntimeError) as refusal:
-        # A link that leads to itself.
+        # A link to itself.
         raise error(f"{folder / file} cannot be followed: {refusal}.") from refusal
     if target.parent not in allowed:
         raise error(f"{folder / file} leads out of its folder, to {target}. Copy the file instead.")
@@ -162,16 +162,16 @@ def check_link(folder: Path, file: str, error: type[LongCtxError] = DataError) -
 
 
 def read_manifest_json(folder: Path) -> Any:
-    """The value of a checkpoint's manifest, nothing in it checked; OSError or ValueError where it cannot be read."""
+    """Return the value of a checkpoint's manifest, unchecked; raise OSError or ValueError if it cannot be read."""
     content, most_values = read_manifest_bytes(folder)
     return parse_json(content, most_values=most_values)
 
 
 def read_manifest_bytes(folder: Path) -> tuple[bytes, int]:
-    """The text of a checkpoint's manifest, and how many values it may have; OSError or ValueError as above.
+    """Return a checkpoint's manifest text and its maximum number of values; raise OSError or ValueError as above.
 
     Each piece is named in the manifest and, in about as many bytes, in the header of its file: a manifest larger than
-    twice the folder's other files describes no checkpoint, whoever wrote it.
+    twice the folder's other files cannot describe a checkpoint.
     """
     if (folder / MANIFEST).is_symlink():
         check_link(folder, MANIFEST)
@@ -182,7 +182,7 @@ def read_manifest_bytes(folder: Path) -> tuple[bytes, int]:
 
 
 def read_toml(path: Path, called: str) -> dict[str, Any]:
-    """The values of a TOML file; ConfigError, which calls it ``called``, where it cannot be read or is none."""
+    """Return the values of a TOML file; raise ConfigError, with the name ``called``, if it cannot be read or parsed."""
     try:
         return tomllib.loads(read_bounded(path, _MOST_TOML_BYTES).decode())
     except OSError as error:
@@ -196,9 +196,9 @@ def read_toml(path: Path, called: str) -> dict[str, Any]:
 
 
 def wrong_size(path: Path, num_bytes: int) -> str:
-    """Return what is wrong with a file that is not as long as its manifest says: a sentence without its subject."""
+    """Return the problem of a file with another size than in its manifest, as a sentence without its subject."""
     try:
-        # One that cannot be read has the wrong size all the same.
+        # If it cannot be read, its size is still wrong.
         with contextlib.suppress(OSError):
             check_fetched(path)
     except NotFetchedError:
@@ -207,7 +207,7 @@ def wrong_size(path: Path, num_bytes: int) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """xxh3_128 of the file's bytes as 32 hex digits, read piece by piece."""
+    """Return the xxh3_128 of the file's bytes as 32 hex digits, read in pieces."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
@@ -216,10 +216,10 @@ def hash_file(path: Path) -> str:
 
 
 def list_checkpoints(run_folder: str | Path) -> list[Path]:
-    """Committed checkpoints of a run, oldest first: folders ``checkpoints/step_NNNNNN`` that have a manifest."""
+    """Return a run's committed checkpoints, oldest first: folders ``checkpoints/step_NNNNNN`` with a manifest."""
     steps: list[tuple[int, Path]] = []
     for path in (Path(run_folder) / CHECKPOINTS).glob("step_*"):
-        # Not ``step_000100.discarded``, and no folder that somebody has begun to copy.
+        # Excludes ``step_000100.discarded``, and folders that are still being copied.
         match = _COMMITTED.fullmatch(path.name)
         if match and (path / MANIFEST).is_file():
             steps.append((int(match[1]), path))
@@ -228,12 +228,12 @@ def list_checkpoints(run_folder: str | Path) -> list[Path]:
 
 
 def _writer() -> str:
-    """Host and process, so that two writers of one target never share a temporary name."""
+    """Return host and process, so that two writers of one target never share a temporary name."""
     return f"{socket.gethostname()}.{os.getpid()}"
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Delete partial folders of processes of this host that are gone; others may still be writing theirs."""
+    """Delete partial folders of dead processes of this host; other processes may still be writing theirs."""
     prefix = f".{target.name}.partial.{socket.gethostname()}."
     for folder in target.parent.iterdir():
         pid = folder.name.removeprefix(prefix)
@@ -242,7 +242,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether this host has such a process. Signal 0 asks without sending anything."""
+    """Return whether this host has such a process. Signal 0 checks without sending anything."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

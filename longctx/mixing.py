@@ -1,7 +1,7 @@
-"""Our own 64-bit integer mixing, so that no order or draw depends on a library's random generator or its version.
+"""64-bit integer mixing, so that no order or draw depends on a library's random generator or its version.
 
-``mix64`` is one step of splitmix64: a bijection whose output bits look independent. Constants are those of Steele, Lea
-and Flood, "Fast splittable pseudorandom number generators" (2014).
+``mix64`` is one step of splitmix64: a bijection with output bits that look independent. Constants are those of Steele,
+Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 
 
 def mix64(x: int) -> int:
-    """The splitmix64 image of a number, of which 64 bits count."""
+    """Return the splitmix64 image of the low 64 bits of a number."""
     x = (x + GOLDEN) & _WORD
     x = ((x ^ (x >> 30)) * _FACTORS[0]) & _WORD
     x = ((x ^ (x >> 27)) * _FACTORS[1]) & _WORD
@@ -24,8 +24,8 @@ def mix64(x: int) -> int:
 
 
 def mix64_array(values: np.ndarray) -> np.ndarray:
-    """The splitmix64 image of each value, uint64."""
-    # Arithmetic on arrays of uint64 wraps, as the mixer wants.
+    """Return the splitmix64 image of each value, uint64."""
+    # Arithmetic on uint64 arrays wraps, as the mixer requires.
     x = values.astype(np.uint64) + np.uint64(GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_FACTORS[0])
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_FACTORS[1])

@@ -1,7 +1,7 @@
-"""``SwapFile``: tensors of a rank in one file without a name, so that nothing is left of it however the process ends.
+"""``SwapFile``: tensors of a rank in one unlinked file, so that nothing remains of it however the process ends.
 
-Reads and writes go past the page cache where the file system has direct I/O. Every transfer is checked: a disk that is
-full or broken raises, and never gives back other values.
+Reads and writes go past the page cache if the file system has direct I/O. Every transfer is checked: a full or broken
+disk raises an error, and never returns other values.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ WORKERS = 8
 
 
 class SwapFile:
-    """Values by name. A name keeps its place in the file, which is reserved when it is first written."""
+    """Values by name. A name keeps its place in the file, which is reserved on its first write."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the file in ``folder``, which must be there. OSError where the file system refuses a write."""
+        """Create the file in ``folder``, which must exist. OSError if the file system refuses a write."""
         self._folder = folder
         self._fd, self.is_direct = _open_unnamed(folder)
         weakref.finalize(self, os.close, self._fd)
@@ -44,24 +44,26 @@ class SwapFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are reserved on the disk."""
+        """Number of bytes reserved on the disk."""
         return self._end
 
     def write(self, name: str, *parts: Tensor) -> list[Future[None]]:
-        """Begin to write contiguous tensors of the CPU, one behind the other; they must stay as they are until every
-        future is done. All but the last are whole numbers of ``ALIGNMENT`` bytes."""
+        """Begin to write contiguous CPU tensors, one after the other.
+
+        They must not change until every future is done. All but the last are multiples of ``ALIGNMENT`` bytes.
+        """
         offset = self._place(name, sum(part.nbytes for part in parts))
         return self._transfer(offset, parts, self._write_block)
 
     def read(self, name: str, *parts: Tensor) -> list[Future[None]]:
-        """Begin to read the first values of ``name`` into contiguous tensors of the CPU, one behind the other."""
+        """Begin to read the first values of ``name`` into contiguous CPU tensors, one after the other."""
         offset, reserved = self._places[name]
         wanted = sum(part.nbytes for part in parts)
         assert wanted <= reserved, f"{name} has {reserved} bytes, and {wanted} are asked for"
         return self._transfer(offset, parts, self._read_block)
 
     def _place(self, name: str, num_bytes: int) -> int:
-        """Where a name's values are in the file; OSError where the disk has no room for a new one."""
+        """Return the offset of a name's values in the file; raise OSError if the disk has no room for a new one."""
         if name not in self._places:
             reserved = -(-num_bytes // ALIGNMENT) * ALIGNMENT
             try:
@@ -77,7 +79,7 @@ class SwapFile:
     def _transfer(
         self, offset: int, parts: Sequence[Tensor], move_block: Callable[[int, memoryview, bool], None]
     ) -> list[Future[None]]:
-        """Hand the tensors to the workers, block by block."""
+        """Submit the tensors to the workers, block by block."""
         futures = []
         for tensor in parts:
             assert offset % ALIGNMENT == 0, "direct I/O would refuse the place of a part in the file"
@@ -92,7 +94,7 @@ class SwapFile:
     def _write_block(self, offset: int, block: memoryview, is_aligned: bool) -> None:
         if self.is_direct and not (is_aligned and len(block) % ALIGNMENT == 0):
             bounce = self._bounce_buffer(len(block))
-            # Behind its end in the file is nothing that counts.
+            # The bytes after the block's end in the file are not used.
             bounce[: len(block)] = block
             block = bounce
         self._repeat(os.pwritev, offset, block)
@@ -106,7 +108,7 @@ class SwapFile:
             self._repeat(os.preadv, offset, block)
 
     def _repeat(self, call: Callable[[int, list[memoryview], int], int], offset: int, block: memoryview) -> None:
-        """``pwritev`` or ``preadv`` until the whole block has gone: the system may stop earlier."""
+        """Call ``pwritev`` or ``preadv`` until the full block is transferred: the system may stop earlier."""
         done = 0
         while done < len(block):
             try:
@@ -118,31 +120,31 @@ class SwapFile:
             done += moved
 
     def _bounce_buffer(self, num_bytes: int) -> memoryview:
-        """Aligned memory of this worker, of so many bytes rounded up."""
+        """Return aligned memory of this worker, with ``num_bytes`` rounded up."""
         if not hasattr(self._bounce, "buffer"):
             self._bounce.buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         return self._bounce.buffer[: -(-num_bytes // ALIGNMENT) * ALIGNMENT]
 
     def _explained(self, error: OSError) -> OSError:
-        """The same, naming the folder."""
+        """Return the same error, naming the folder."""
         return OSError(error.errno, f"swapping failed: {error.strerror}", str(self._folder))
 
 
 def _open_unnamed(folder: Path) -> tuple[int, bool]:
-    """A file whose name is gone, and whether it is read and written past the page cache."""
+    """Return an unlinked file, and whether it is read and written past the page cache."""
     plain, path = tempfile.mkstemp(prefix=".swap.", dir=folder)
     direct = -1
     try:
         try:
             direct = os.open(path, os.O_RDWR | os.O_DIRECT)
         except OSError as error:
-            # What a file system without direct I/O says.
+            # The error of a file system without direct I/O.
             if error.errno != errno.EINVAL:
                 raise
     finally:
         Path(path).unlink()
     try:
-        # Some take the flag, and refuse the transfer.
+        # Some accept the flag, and refuse the transfer.
         if direct >= 0 and _takes_a_block(direct):
             os.close(plain)
             return direct, True
@@ -157,7 +159,7 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
 
 
 def _takes_a_block(fd: int) -> bool:
-    """Write one sector and read it again; False where the file system refuses such a transfer."""
+    """Write one sector and read it again; return False if the file system refuses such a transfer."""
     block = memoryview(mmap.mmap(-1, ALIGNMENT))
     block[:] = bytes(range(256)) * (ALIGNMENT // 256)
     try:

@@ -1,4 +1,4 @@
-"""``as_bytes``: the memory of a tensor, for what sends, stores or compares bits whatever the dtype."""
+"""``as_bytes``: the memory of a tensor, for code that sends, stores or compares bits of any dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def as_bytes(x: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor, uint8 [bytes], in the same memory."""
     assert x.is_contiguous(), "its values must lie end to end"
-    # Not ``x.view(torch.uint8)``, which wants a last stride of 1: an empty tensor and a single value may have any.
+    # Not ``x.view(torch.uint8)``, which requires a last stride of 1: an empty tensor and a single value may have any.
     return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 

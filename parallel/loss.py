@@ -1,4 +1,4 @@
-"""The counts of a step over every rank and micro-batch, by which one loss is made of their sums."""
+"""Counts of a step over all ranks and micro-batches, used to make one loss of the ranks' sums."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from parallel.comm.world import sum_over_ranks
 
 
 def sum_counts(own: Counts) -> dict[str, int]:
-    """Counts over every rank of the step, known before its first backward. Collective.
+    """Sum the counts over all ranks of the step, before its first backward. Collective.
 
-    ``own`` are those of this rank: one reduction for the whole step, whatever the number of micro-batches. TypeError
-    for one that is no whole number.
+    ``own`` are this rank's counts: one reduction for the full step, whatever the number of micro-batches. Raise
+    TypeError if a count is not an integer.
     """
-    # Not by a tensor's dtype alone, which would cut fractions off.
+    # A tensor's dtype alone would truncate fractions.
     counts = [operator.index(count) for count in own.values()]
     total = sum_over_ranks(torch.tensor(counts, dtype=torch.int64))
     return dict(zip(own, total.tolist(), strict=True))
 
 
 def count_step(task: Task, batches: Iterable[Countable]) -> dict[str, int]:
-    """``sum_counts`` of this rank's shards of a step. Collective."""
+    """Sum the counts of this rank's shards of a step over all ranks. Collective."""
     return sum_counts(task.count(batches))

@@ -1,4 +1,4 @@
-"""``Mesh``: which rank does what, on named axes, and the process groups of those axes."""
+"""``Mesh``: the ranks on named axes, and the process groups of those axes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from parallel.runtime.launched import ranks_of_machine
 class Mesh:
     """Ranks arranged as data × ring × ulysses: rank = (data_rank · ring_degree + ring_rank) · ulysses + ulysses_rank.
 
-    The ranks of a context group (ring × ulysses) are neighbours, so they share a node where they can; those that trade
-    heads are the closest. The expert axis lies across these: each ``expert`` neighbouring ranks divide the experts,
-    whatever part of which sequence they hold.
+    The ranks of a context group (ring × ulysses) are neighbours, so they share a node if they can; those that trade
+    heads are the closest. The expert axis is laid across these: every ``expert`` neighbouring ranks divide the experts,
+    whichever part of whichever sequence they hold.
     """
 
     rank: int
@@ -59,21 +59,22 @@ class Mesh:
         ranks_per_node: int | None = None,
         check_rows: bool = False,
     ) -> Mesh:
-        """The mesh of the initialised process group (or of a lone process), entered by every rank alike.
+        """Build the mesh of the initialised process group (or of a single process). Collective.
 
-        ``ranks_per_node`` is what the launcher says unless it is given. With
-        ``check_rows`` its communicator has a ledger, which ranks are to compare once a step. ConfigError when the
-        degrees do not divide the world.
+        All ranks call it with the same arguments. ``ranks_per_node`` defaults to the launcher's value. With
+        ``check_rows`` the communicator has a ledger, for ranks to compare once a step. Raise ConfigError if the degrees
+        do not divide the number of ranks.
         """
         rank, world_size = own_rank(), num_ranks()
         check_degrees(world_size, context=context, ulysses=ulysses, expert=expert)
-        # Axis by axis, in one order on all ranks: making a group waits for its other members.
+        # Axis by axis, in the same order on all ranks: creating a group waits for its other members.
         spans = [range(first, first + context) for first in range(0, world_size, context)]
         context_group = own_group(spans)
         ring_group, ulysses_group = context_group, None
         rings = [span[n::ulysses] for span in spans for n in range(ulysses)]
         if ulysses > 1:
-            # Neighbours trade heads, for that waits for its bytes; a ring's hops hide behind compute and may reach far.
+            # Neighbours trade heads, since that exchange waits for its bytes; ring hops overlap with compute and may
+            # reach far.
             neighbours = [span[n : n + ulysses] for span in spans for n in range(0, context, ulysses)]
             ulysses_group = own_group(neighbours)
             ring_group = own_group(rings)
@@ -81,10 +82,10 @@ class Mesh:
         expert_group = own_group(experts)
         control_group = context_group
         if context_group is not None and device_backend() != "gloo":
-            control_group = own_group(spans, backend="gloo")  # what is compared lies on the CPU
+            control_group = own_group(spans, backend="gloo")  # the compared tensors are on the CPU
         in_node = ranks_per_node or ranks_of_machine() or world_size
         between_nodes_group = None
-        # All rings alike, also those that do not need it: then every rank has made equally many groups.
+        # For all rings, including those that do not need it, so that every rank creates equally many groups.
         if any(1 < _ranks_in_node(ring, in_node) < len(ring) for ring in rings):
             between_nodes_group = own_group(rings)
         ledger = None
@@ -108,22 +109,22 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """Data degree: how many different sequences are worked on at once."""
+        """Data degree: number of different sequences that are worked on at once."""
         return self.world_size // self.context
 
     @property
     def data_rank(self) -> int:
-        """Which of them this rank works on."""
+        """Index of this rank's sequence among those that are worked on at once."""
         return self.rank // self.context
 
     @property
     def context_rank(self) -> int:
-        """Which part of the sequence this rank holds."""
+        """Index of this rank's part of the sequence."""
         return self.rank % self.context
 
     @property
     def ring_degree(self) -> int:
-        """Ring ranks: groups of ranks that hold different rows of the sequence."""
+        """Number of ring ranks: groups of ranks that hold different rows of the sequence."""
         return self.context // self.ulysses
 
     @property
@@ -133,29 +134,29 @@ class Mesh:
 
     @property
     def ulysses_rank(self) -> int:
-        """Which part of the heads this rank computes."""
+        """Index of this rank's part of the heads."""
         return self.context_rank % self.ulysses
 
     @property
     def expert_rank(self) -> int:
-        """Which of the experts this rank holds."""
+        """Index of this rank's part of the experts."""
         return self.rank % self.expert
 
     def ring_peer(self, ring_rank: int) -> int:
-        """Global rank of the member of this rank's ring with that number."""
+        """Return the global rank of the member of this rank's ring with that number."""
         return self.rank + (ring_rank - self.ring_rank) * self.ulysses
 
     def context_peer(self, context_rank: int) -> int:
-        """Global rank of the member of this rank's context group with that number."""
+        """Return the global rank of the member of this rank's context group with that number."""
         return self.rank - self.context_rank + context_rank
 
     @property
     def ring_ranks_in_node(self) -> int:
-        """Neighbouring ring ranks in one node; 1 where nodes do not hold equally many of them."""
+        """Number of neighbouring ring ranks in one node; 1 if the nodes hold unequal numbers of them."""
         return _ranks_in_node([self.ring_peer(index) for index in range(self.ring_degree)], self.ranks_per_node)
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         line = f"{self.world_size} ranks = data {self.data} × context {self.context}"
         if self.ulysses > 1:
             line += f" (ring {self.ring_degree} × ulysses {self.ulysses})"
@@ -165,7 +166,7 @@ class Mesh:
 
 
 def _ranks_in_node(ring: Sequence[int], ranks_per_node: int) -> int:
-    """How many of a ring's ranks each of its nodes holds; 1 where that differs."""
+    """Return the number of a ring's ranks on each of its nodes; 1 if the nodes differ."""
     # Nodes with unequal numbers of ranks have no counterparts to cross over to: then the ring has one level.
     counts = set(Counter(rank // ranks_per_node for rank in ring).values())
     if len(counts) > 1:
@@ -174,12 +175,12 @@ def _ranks_in_node(ring: Sequence[int], ranks_per_node: int) -> int:
 
 
 def nearest(value: int, fits: Sequence[int]) -> int:
-    """The one of these that is closest to the value, the smaller of two."""
+    """Return the element of ``fits`` closest to the value, the smaller of two."""
     return min(fits, key=lambda n: (abs(n - value), n))
 
 
 def check_degrees(world_size: int, *, context: int, ulysses: int = 1, expert: int = 1) -> None:
-    """ConfigError unless the axes fit the number of ranks."""
+    """Raise ConfigError unless the axes fit the number of ranks."""
     for name, degree in (("context", context), ("ulysses", ulysses), ("expert", expert)):
         if degree < 1:
             raise ConfigError(f"parallel.{name}={degree} must be at least 1.")

@@ -1,7 +1,7 @@
-"""Which source the next row of a mixture is of: the one that is furthest behind its share of the tokens.
+"""Choice of the source of a mixture's next row: the one furthest behind its share of the tokens.
 
-Integer arithmetic on counters of the whole run, so that every rank of every machine chooses the same. A position's
-state is read strictly, as that of one folder is.
+Uses integer arithmetic on counters of the full run, so that every rank on every machine makes the same choice. A
+position's state is validated as strictly as that of a single folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COUNTERS = ("tokens", "counted", *_OF_STREAM)
 
 @dataclass(frozen=True)
 class SourcePosition:
-    """Where a mixture stands in one source."""
+    """Position of a mixture in one source."""
 
     stream: StreamPosition = BEGINNING
     tokens: int = 0
@@ -37,7 +37,7 @@ class SourcePosition:
 
 @dataclass(frozen=True)
 class MixedPosition:
-    """Where a loader of a mixture stands between two steps."""
+    """Position of a mixture's loader between two steps."""
 
     sources: tuple[SourcePosition, ...]
     rows_consumed: int = 0
@@ -46,17 +46,17 @@ class MixedPosition:
 
     @property
     def tokens_consumed(self) -> int:
-        """Of all steps, without padding."""
+        """Number of tokens of all steps, without padding."""
         return sum(source.tokens for source in self.sources)
 
     @property
     def epoch(self) -> int:
-        """That of the source which is least far."""
+        """Epoch of the source that is least advanced."""
         return min(source.stream.epoch for source in self.sources)
 
 
 def source_state(position: SourcePosition, identity: dict[str, Any], share: int | None) -> dict[str, Any]:
-    """One source's part of a state. ``identity``: what must be the same for it to mean the same rows."""
+    """Return one source's entry of a state; ``identity`` holds the values that must match when it is read."""
     return {
         **identity,
         "share": share,
@@ -68,11 +68,14 @@ def source_state(position: SourcePosition, identity: dict[str, Any], share: int 
 
 
 def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[SourcePosition, int | None]:
-    """A source's position and its share then; DataError for one of other data or of another order, or a damaged one."""
+    """Return a source's position and its share when the state was saved.
+
+    Raises DataError if the entry is damaged, or belongs to other data or another order.
+    """
     known = source_state(SourcePosition(), identity, None)
     refuse_exclusions(entry)
     if isinstance(entry, dict):
-        # States of releases without it do not name it.
+        # States of older releases lack the field.
         entry = {"fim": None} | entry
     if not isinstance(entry, dict) or set(entry) != set(known):
         raise DataError(f"The loader state of {where} is damaged: it needs exactly the fields {', '.join(known)}.")
@@ -93,7 +96,7 @@ def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[Sourc
 
 
 def _read_stretches(values: Any, where: str) -> tuple[Stretch, ...]:
-    """Return what a state says was taken of the block before; DataError if it is damaged."""
+    """Return the earlier stretches of the block that a state records; raise DataError if they are damaged."""
     is_list = isinstance(values, list) and all(isinstance(value, list) and len(value) == 2 for value in values)
     if not is_list or not all(type(count) is int and count >= 1 for value in values for count in value):
         raise DataError(
@@ -107,38 +110,39 @@ _WHOLE = 1 << 32
 
 
 class Chooser:
-    """Takes one row after the other from the streams of a mixture's sources."""
+    """Selector of the next row from the streams of a mixture's sources."""
 
     def __init__(self, mixture: Mixture, corpus: Corpus, streams: Sequence[Stream], seq_len: int, path: Path) -> None:
-        """``path`` is for messages."""
+        """Initialize the chooser; ``path`` is used in messages."""
         self._mixture, self._corpus, self._streams, self._path = mixture, corpus, streams, path
         self._seq_len = seq_len
         tokens = [shards.num_tokens for shards in corpus.folders]
         self._shares = [_whole(mixture.shares(number, tokens)) for number in range(-1, len(mixture.stages))]
 
     def shares(self, row: int) -> tuple[int, ...]:
-        """Those by which this row of the run is chosen."""
+        """Return the shares used to choose this row of the run."""
         return self._shares[self._stage(row) + 1]
 
     def row(self, at: MixedPosition) -> tuple[Row, MixedPosition]:
-        """The next row: as many of the stage's as go into one of the run's, laid end to end.
+        """Return the next row of the run, made of as many of the stage's rows as fit, concatenated.
 
-        It has no pieces where every source with a share has given its epochs.
+        The row has no pieces if every source with a share has reached its number of epochs.
         """
         shares, sources = self.shares(at.rows_consumed), list(at.sources)
         if shares != at.shares:
-            # Counted anew: what older shares left is no debt.
+            # Restart the counts: a deficit under the old shares does not carry over.
             sources = [replace(source, counted=0) for source in sources]
         row_tokens = self._mixture.row_tokens(self._stage(at.rows_consumed), self._seq_len)
         row: list[Piece] = []
         read_in: list[int] = []
-        # Padding of each would lie between documents; laid end to end without it, all of it is at the row's end.
+        # Rows are joined without their own padding, so that all padding is at the end of the run's
+        # row.
         room = self._seq_len // row_tokens
-        # The last row of all may be shorter.
+        # The very last row may be shorter.
         while room and (chosen := self._furthest_behind(shares, sources, row_tokens)) is not None:
             source, epochs = sources[chosen], self._mixture.sources[chosen].epochs
             rows, taken, stream = self._streams[chosen].take(source.stream, 1, row_tokens, epochs=epochs)
-            # Without a row its last epoch ended in blocks that have none: it is used up now.
+            # No row means that its last epoch ended in empty blocks: the source is now used up.
             room -= len(rows)
             sources[chosen] = SourcePosition(stream, source.tokens + taken, source.counted + taken)
             first = self._corpus.first_document[chosen]
@@ -150,11 +154,11 @@ class Chooser:
         return mixed, MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
 
     def _furthest_behind(self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int) -> int | None:
-        """The source that the next row is of; None where all have given their epochs."""
+        """Return the source of the next row; None if all have reached their number of epochs."""
         live = [n for n in range(len(sources)) if shares[n] and not self._is_used_up(n, sources[n])]
         whole = sum(shares[n] for n in live)
         tokens = sum(sources[n].counted for n in live) + row_tokens
-        # Of those that are equally far behind, the first.
+        # Ties go to the first source.
         return max(live, key=lambda n: shares[n] * tokens - sources[n].counted * whole, default=None)
 
     def _stage(self, row: int) -> int:
@@ -165,7 +169,7 @@ class Chooser:
         return epochs is not None and source.stream.epoch >= epochs
 
     def used_up(self, at: MixedPosition) -> DataError:
-        """What is wrong where there are no more rows."""
+        """Return the error for a mixture that has no more rows."""
         given = ", ".join(
             f"{source.name} {position.stream.epoch}"
             for source, position in zip(self._mixture.sources, at.sources, strict=True)
@@ -177,5 +181,5 @@ class Chooser:
 
 
 def _whole(shares: Sequence[float]) -> tuple[int, ...]:
-    """Shares as whole numbers; what has one at all, has at least 1."""
+    """Return shares as integers; a positive share becomes at least 1."""
     return tuple(max(1, round(share * _WHOLE)) if share else 0 for share in shares)

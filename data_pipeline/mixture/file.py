@@ -2,7 +2,7 @@
 
     [[sources]]
     name = "web"
-    path = "data/web"          # a shard folder; beside this file, unless it is absolute, or a URL (s3://, gs://)
+    path = "data/web"          # a shard folder, relative to this file unless it is absolute or a URL (s3://, gs://)
     weight = 66
 
     [[sources]]
@@ -17,7 +17,7 @@
     row_tokens = 65536
     weights = { web = 40, books = 60 }
 
-Weights are shares of tokens and need not add up to anything.
+Weights are shares of tokens and need not add up to any particular sum.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Source:
     """Share of its documents whose middle is to be filled in; None: the run's (``data.fim_rate``)."""
 
     def fim_rule(self, of_run: FimRule | None) -> FimRule | None:
-        """How its documents are filled in, in a run with this rule."""
+        """Return the fill-in-the-middle rule of this source, given the run's rule."""
         if self.fim_rate is None:
             return of_run
         return replace(of_run or FimRule(0), rate=self.fim_rate)
@@ -71,7 +71,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What holds from a number of tokens on."""
+    """Settings that apply from a given number of tokens on."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -87,7 +87,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Sources, and how their shares and the row length change."""
+    """Sources, and the changes of their shares and of the row length."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -98,11 +98,11 @@ class Mixture:
 
     @classmethod
     def load(cls, path: str | Path) -> Mixture:
-        """Read a file; ConfigError names what is wrong in it."""
+        """Read a mixture's file; raise ConfigError that names the problem if it is invalid."""
         path = Path(path)
         values = read_toml(path, str(path))
         try:
-            # Strict JSON takes tables for dataclasses and whole numbers for floats, and nothing else for another.
+            # Strict JSON accepts tables for dataclasses and whole numbers for floats, and no other conversions.
             mixture = TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
         except ValidationError as error:
             raise ConfigError(f"{path}: {_first_problem(error)}\n{_KEYS}") from error
@@ -111,13 +111,13 @@ class Mixture:
         return mixture
 
     def folders(self, beside: Path) -> list[Location]:
-        """The sources' shard folders. ``beside`` is the folder that relative paths count from."""
+        """Return the sources' shard folders; relative paths are resolved against ``beside``."""
         return [_place(beside, source.path) for source in self.sources]
 
     def held_out(self, beside: Path) -> Mixture:
-        """The folders of held-out documents within the sources' own, once each, in the shares of the beginning.
+        """Return the mixture of the sources' held-out documents, once each, in the initial shares.
 
-        ``beside`` is the folder that relative paths count from. There may be none.
+        Relative paths are resolved against ``beside``. The mixture may have no sources.
         """
         sources = [
             Source(name=source.name, path=below(source.path, VALIDATION_FOLDER), weight=source.weight, epochs=1)
@@ -127,22 +127,23 @@ class Mixture:
         return Mixture(sources=tuple(sources), temperature=self.temperature)
 
     def to_validate(self) -> Mixture:
-        """The same folders once each, in the shares of the beginning and in rows of the run's length."""
+        """Return the mixture of the same folders, once each, in the initial shares and in rows of the run's length."""
         sources = [
             Source(name=source.name, path=source.path, weight=source.weight, epochs=1) for source in self.sources
         ]
         return Mixture(sources=tuple(sources), temperature=self.temperature)
 
     def shares(self, number: int, tokens: Sequence[int]) -> tuple[float, ...]:
-        """The sources' shares in stage ``number`` (-1: before the first), which add up to 1.
+        """Return the sources' shares in stage ``number`` (-1: before the first), which add up to 1.
 
-        ``tokens`` are those that each source has.
+        ``tokens`` holds the number of tokens of each source.
         """
         own, temperature = {}, self.temperature
         if number >= 0:
             own = self.stages[number].weights
             temperature = self.stages[number].temperature or temperature
-        # Those that have no weight have as much as their tokens: a mixture of such is read as one folder would be.
+        # Sources without a weight are weighted by their tokens, so that alone they are read as one folder would
+        # be.
         powers = []
         for source, count in zip(self.sources, tokens, strict=True):
             weight = own.get(source.name, source.weight)
@@ -153,21 +154,21 @@ class Mixture:
         return tuple(power / total for power in powers)
 
     def stage_at(self, tokens: int) -> int:
-        """The number of the stage that holds behind so many tokens; -1 before the first."""
+        """Return the number of the stage in effect after ``tokens`` tokens; -1 before the first."""
         return sum(stage.from_tokens <= tokens for stage in self.stages) - 1
 
     def row_tokens(self, number: int, seq_len: int) -> int:
-        """The length of packed rows in a stage, of a run whose rows have ``seq_len`` tokens."""
+        """Return the length of packed rows in a stage of a run whose rows have ``seq_len`` tokens."""
         if number < 0:
             return seq_len
         return self.stages[number].row_tokens or seq_len
 
     def row_lengths(self, seq_len: int) -> list[int]:
-        """Return all lengths of packed rows, of a run whose rows have ``seq_len`` tokens."""
+        """Return all lengths of packed rows of a run whose rows have ``seq_len`` tokens."""
         return [self.row_tokens(number, seq_len) for number in range(-1, len(self.stages))]
 
     def check_lengths(self, seq_len: int, where: str | Path) -> None:
-        """ConfigError for a stage whose rows do not fill one of ``seq_len`` tokens."""
+        """Raise ConfigError if a stage has rows whose length does not divide ``seq_len``."""
         for number, stage in enumerate(self.stages):
             wanted = stage.row_tokens
             if wanted is not None and seq_len % wanted:
@@ -181,7 +182,7 @@ class Mixture:
 
 
 def _place(beside: Path, path: str) -> Location:
-    """A source's folder; DataError for a URL that names none."""
+    """Return a source's folder; raise DataError for a URL that names none."""
     if is_url(path):
         return locate(path)
     return beside / path
@@ -194,7 +195,7 @@ _KEYS = (
 
 
 def _first_problem(error: ValidationError) -> str:
-    """Return the first thing that is wrong: a key that is not known, with the nearest that is, before all others."""
+    """Return the first problem: an unknown key, with the nearest known one, takes precedence over all others."""
     first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "unexpected_keyword_argument":
@@ -205,12 +206,12 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def is_mixture(path: str | Path) -> bool:
-    """Whether a path names a mixture's file rather than a shard folder."""
+    """Return whether a path names a mixture's file rather than a shard folder."""
     return str(path).endswith(MIXTURE_SUFFIX)
 
 
 def _problems(mixture: Mixture) -> Iterator[str]:
-    """Yield what is wrong between values, a sentence each with what to do."""
+    """Yield the inconsistencies between values, a sentence each with advice."""
     if not mixture.sources:
         yield "there is no [[sources]]. Name at least one shard folder."
     names = [source.name for source in mixture.sources]

@@ -1,7 +1,7 @@
-"""The order of rows of a mixture: each row is of the source that is furthest behind its share (``mixture.choose``).
+"""Order of a mixture's rows: each row is from the source furthest behind its share (``mixture.choose``).
 
-A row is packed from the documents of one source, and every source is a stream of its own (``rows.stream``). So a share
-may change at any row, in the file and in mid-run, and no source loses or repeats a document.
+A row is packed from the documents of one source, and every source has its own stream (``rows.stream``). So a share may
+change at any row, in the file or in the middle of a run, and no source loses or repeats a document.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from longctx.untrusted.reading import shown
 
 @dataclass(frozen=True, kw_only=True)
 class SourceForecast:
-    """One source of a run."""
+    """Forecast of one source of a run."""
 
     name: str
     tokens: float
@@ -36,7 +36,7 @@ class SourceForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a run takes of a mixture. Rows count as full: what padding takes is not known before."""
+    """Forecast of the tokens that a run takes from a mixture. Rows count as full: padding is not known in advance."""
 
     sources: list[SourceForecast]
     missing_tokens: float
@@ -44,9 +44,9 @@ class Forecast:
 
 
 def forecast(mixture: Mixture, taken: Sequence[int], epoch_tokens: Sequence[int], *, begin: int, end: int) -> Forecast:
-    """That of the run's tokens from ``begin`` to ``end``.
+    """Return the forecast of the run's tokens from ``begin`` to ``end``.
 
-    ``taken`` are the tokens of each source that came before, ``epoch_tokens`` those of an epoch of it.
+    ``taken`` holds the tokens already taken from each source, ``epoch_tokens`` the tokens of one epoch of it.
     """
     tokens = [float(count) for count in taken]
     limits = [
@@ -55,7 +55,7 @@ def forecast(mixture: Mixture, taken: Sequence[int], epoch_tokens: Sequence[int]
     ]
     ends = [stage.from_tokens for stage in mixture.stages if begin < stage.from_tokens < end]
     missing, at = 0.0, float(begin)
-    # Between two ends shares are what they are, until a source has given all it has.
+    # Between two ends the shares are constant until a source is used up.
     for until in (*ends, end):
         shares = mixture.shares(mixture.stage_at(int(at)), epoch_tokens)
         while until > at:
@@ -64,7 +64,7 @@ def forecast(mixture: Mixture, taken: Sequence[int], epoch_tokens: Sequence[int]
                 missing += until - at
                 break
             whole = sum(shares[n] for n in live)
-            # To the end of the stage, or until the first of them has given its epochs.
+            # Up to the end of the stage, or until the first source has reached its number of epochs.
             step = min(until - at, *((limits[n] - tokens[n]) * whole / shares[n] for n in live))
             for n in live:
                 tokens[n] = min(tokens[n] + step * shares[n] / whole, limits[n])
@@ -83,7 +83,7 @@ log = logging.getLogger(__name__)
 
 
 class MixedOrder:
-    """The rows of several shard folders."""
+    """Order of the rows of several shard folders."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class MixedOrder:
         shuffle: bool = True,
         packing: Packing = BEST_FIT,
     ) -> None:
-        """``corpus`` has the folders of the mixture's sources, in their order. ``path`` is for messages."""
+        """Initialize; ``corpus`` has the folders of the mixture's sources in order, ``path`` is used in messages."""
         mixture.check_lengths(seq_len, path)
         self._mixture, self._corpus, self._path = mixture, corpus, path
         self._seq_len, self._seed, self._shuffle, self._packing = seq_len, seed, shuffle, packing
@@ -108,18 +108,18 @@ class MixedOrder:
         """Positions of sources that the file no longer has: they may come back."""
 
     def start(self) -> MixedPosition:
-        """The position of the first row."""
+        """Return the position of the first row."""
         return MixedPosition(tuple(SourcePosition() for _ in self._streams))
 
     def rows(self, at: MixedPosition, count: int) -> tuple[list[Row], MixedPosition]:
-        """The next ``count`` rows; DataError where every source has given all its epochs.
+        """Return the next ``count`` rows and the position after them; raise DataError if every source is used up.
 
-        ConfigError for the first rows of a run that would cut what it fills in.
+        Raises ConfigError at the first rows of a run if they would cut fill-in-the-middle segments.
         """
-        # Here and not when the order is made: a run that an older release began so goes on as it began.
+        # Checked here and not at construction, so that a run begun by an older release continues unchanged.
         if not at.rows_consumed:
             self._of_sources.check_rows()
-        # One at a time: the row before decides which source is furthest behind.
+        # One at a time: each row determines which source is furthest behind for the next.
         rows: list[Row] = []
         for _ in range(count):
             row, behind = self._chooser.row(at)
@@ -130,7 +130,7 @@ class MixedOrder:
         return rows, at
 
     def first_rows(self, most: int | None) -> list[Row]:
-        """The first rows, at most so many, or all until every source has given its epochs."""
+        """Return the first ``most`` rows, or all until every source is used up."""
         rows: list[Row] = []
         at = self.start()
         while most is None or len(rows) < most:
@@ -141,8 +141,8 @@ class MixedOrder:
         return rows
 
     def state(self, at: MixedPosition) -> dict[str, Any]:
-        """A position, and what makes it one of this order."""
-        # Also of those that rest: they go on where they stood when the file has them again.
+        """Return a position, and the values that identify this order."""
+        # Includes resting sources: they continue from their position when they return to the file.
         sources = dict(self._resting)
         for number, (source, position) in enumerate(zip(self._mixture.sources, at.sources, strict=True)):
             share = None
@@ -161,9 +161,10 @@ class MixedOrder:
         }
 
     def read(self, state: dict[str, Any]) -> MixedPosition:
-        """The position that a state names. The file may have other weights, stages and sources than when it was taken.
+        """Return the position that a state names.
 
-        DataError where a source that it names is other data by now, or is read in another order.
+        The file may have other weights, stages and sources than when the state was saved. Raises DataError if the data
+        of a source in the state has changed, or is read in another order.
         """
         wanted = self.state(self.start())
         if not isinstance(state, dict) or set(state) != set(wanted) or not isinstance(state["sources"], dict):
@@ -178,7 +179,7 @@ class MixedOrder:
                     "Resume with the same seed, seq_len, packing and shuffle, or start without the state."
                 )
         check_counters({"rows_consumed": state["rows_consumed"]})
-        # A source that the state does not have begins at its first row.
+        # A source that is not in the state begins at its first row.
         resting = dict(state["sources"])
         found: list[SourcePosition] = []
         shares: list[int | None] = []
@@ -189,7 +190,7 @@ class MixedOrder:
             found.append(position)
             shares.append(share)
         self._resting = resting
-        # With other sources than before, shares mean something else: count anew.
+        # With different sources, shares mean something else: restart the counts.
         known = tuple(share for share in shares if share is not None)
         at = MixedPosition(tuple(found), state["rows_consumed"])
         if len(known) == len(shares) and not resting:
@@ -201,14 +202,14 @@ class MixedOrder:
         return at
 
     def forecast(self, at: MixedPosition, rows: int) -> Forecast:
-        """What so many rows behind a position will take of each source."""
+        """Return the forecast of each source over the next ``rows`` rows after a position."""
         taken = [source.tokens for source in at.sources]
         epochs = [report.tokens for report in self._reports(at)]
         begin = at.rows_consumed * self._seq_len
         return forecast(self._mixture, taken, epochs, begin=begin, end=begin + rows * self._seq_len)
 
     def report(self, at: MixedPosition, *, documents: int = 1) -> PackReport:
-        """One epoch of every source together, in rows of the run's length."""
+        """Return the pack report of one epoch of every source together, in rows of the run's length."""
         return PackReport.together(self._reports(at, documents), self._seq_len)
 
     def _reports(self, at: MixedPosition, documents: int = 1) -> list[PackReport]:
@@ -232,6 +233,6 @@ class MixedOrder:
 
 
 def _percentages(mixture: Mixture, shares: Sequence[int]) -> str:
-    """Every source with its share."""
+    """Format every source with its share."""
     pairs = zip(mixture.sources, shares, strict=True)
     return ", ".join(f"{source.name} {share / sum(shares):.1%}" for source, share in pairs)

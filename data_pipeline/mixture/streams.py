@@ -1,7 +1,7 @@
-"""The rows of each source of a mixture by itself: a stream of packed rows, and by which rule its middles are filled in.
+"""Packed-row streams of each source of a mixture, and the fill-in-the-middle rule of each.
 
-Stages have rows of other lengths, and every row must end between the segments that documents are filled in by
-(``rows.fim``). So the segments follow from all stages, and a run that goes on keeps those that it began with.
+Stages have rows of other lengths, and every row must end between the segments used for fill-in-the-middle
+(``rows.fim``). So the segments follow from all stages, and a resumed run keeps the segments that it began with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class SourceStreams:
-    """The streams of a mixture's sources, in their order."""
+    """Streams of a mixture's sources, in order."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SourceStreams:
         shuffle: bool,
         packing: Packing,
     ) -> None:
-        """``path`` is for messages."""
+        """Build the stream of each source; ``path`` is used in messages."""
         self._mixture, self._corpus, self._path = mixture, corpus, path
         self._seq_len, self._seed, self._shuffle, self._packing = seq_len, seed, shuffle, packing
         self._row_lengths = mixture.row_lengths(seq_len)
@@ -50,14 +50,14 @@ class SourceStreams:
         """How the documents of each source are filled in in their middle; None where they are read as they are."""
 
     def check_rows(self) -> None:
-        """Raise ConfigError if some rows would cut what is filled in, or leave too short segments for it."""
+        """Raise ConfigError if some rows would cut fill-in-the-middle segments, or make the segments too short."""
         if self._too_short is not None:
             raise self._too_short
         for rule in filter(None, self._rules):
             self._packing.check_fim(rule, self._row_lengths)
 
     def identity(self, number: int) -> dict[str, Any]:
-        """Return what must be the same for a source's position to mean the same rows."""
+        """Return the values that must match for a source's position to mean the same rows."""
         planner = self.streams[number].planner
         return {
             "manifest_hash": self._corpus.folders[number].manifest.hash,
@@ -67,15 +67,15 @@ class SourceStreams:
         }
 
     def take_segments(self, number: int, entry: Any) -> None:
-        """Fill in a source's documents by the segments of its state: others would make other rows of the same place.
+        """Use the fill-in-the-middle segments of a source's state: others would give other rows at the same position.
 
-        DataError for segments that rows of a later stage would cut.
+        Raises DataError if rows of a later stage would cut these segments.
         """
         source = self._mixture.sources[number]
         asked, said = source.fim_rule(self._packing.fim), None
         if isinstance(entry, dict):
             said = entry.get("fim")
-        # Segments that the run names itself must be those of the state, as all else that makes its rows.
+        # Segments that the run sets itself must equal those of the state, like all else that determines its rows.
         if asked is None or asked.segment_tokens or not isinstance(said, str):
             return
         rule = asked.of_state(said)
@@ -89,7 +89,7 @@ class SourceStreams:
         self.fims[number] = self.streams[number].planner.fim
 
     def _check_stages(self, name: str, rule: FimRule) -> None:
-        """Raise DataError if rows cut the segments of a state's rule; only warn if an older release wrote it."""
+        """Raise DataError if rows cut the segments of a state's rule; only warn if an older release wrote the state."""
         length = rule.cut_by(self._row_lengths)
         if length is not None:
             raise DataError(
@@ -107,7 +107,7 @@ class SourceStreams:
             )
 
     def _begin(self, number: int) -> Stream:
-        """Return the rows of a source by the segments that all rows ask for."""
+        """Return the stream of a source, with segments that fit all row lengths."""
         asked = self._rules[number]
         if asked is None:
             return self._stream(number)
@@ -115,14 +115,14 @@ class SourceStreams:
             self._rules[number] = asked.for_rows(self._row_lengths)
             return self._stream(number)
         except ConfigError as error:
-            # No run may begin so. One that an older release began goes on by segments of its rows.
+            # A new run may not begin so; a run of an older release continues with segments of its rows.
             self._rules[number] = asked
             stream = self._stream(number)
             self._too_short = error
             return stream
 
     def _stream(self, number: int) -> Stream:
-        """Return the rows of a source by its rule."""
+        """Return the stream of a source under its current rule."""
         source, shards = self._mixture.sources[number], self._corpus.folders[number]
         own = source_seed(self._seed, source.name)
         fim = fim_of(self._rules[number], shards.tokenizer, seed=own, seq_len=self._seq_len)
@@ -131,5 +131,5 @@ class SourceStreams:
 
 
 def source_seed(seed: int, name: str) -> int:
-    """The seed of a source: by its name, so that others may come and go, and two with equal counts differ."""
+    """Return the seed of a source, from its name: others may come and go, and two sources of equal counts differ."""
     return key64(seed, xxhash.xxh3_64_intdigest(name.encode()))

@@ -1,4 +1,4 @@
-"""Tokenize a source into two shard folders: training, and inside it ``validation``."""
+"""Build of two shard folders from a source: training, and inside it ``validation``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SHOWN_DIRECTORIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class SplitReport:
-    """What one shard folder holds."""
+    """Counts of one shard folder."""
 
     folder: Path | str
     """A path, or the URL of a folder in a store."""
@@ -57,13 +57,13 @@ class SplitReport:
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text for each token, document begins and ends counted as tokens."""
+        """UTF-8 bytes of text per token; tokens include the begin and end tokens of documents."""
         return self.text_bytes / self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildReport:
-    """What ``build_shards`` did or found."""
+    """Result of ``build_shards``: counts of the new folder, or of the existing one if it was up to date."""
 
     output: Path | str
     """A path, or the URL of a folder in a store."""
@@ -113,23 +113,23 @@ def build_shards(
 ) -> BuildReport:
     """Tokenize ``source`` into the shard folder ``output``, with the held-out documents in ``output/validation``.
 
-    A document is held out by a hash of its text alone: equal texts fall on one side, and nothing moves when other
-    documents come or go. Every document is decoded again and compared: one whose text does not come back is counted,
+    A document is held out by a hash of its text alone: equal texts are in the same split, and adding or removing other
+    documents moves none. Every document is decoded again and compared: one whose text does not round-trip is counted,
     and with ``exact`` it is an error. A folder that was built from the same source, tokenizer and options is left as it
-    is; another one is an error unless ``overwrite``.
+    is; a different one is an error unless ``overwrite``.
 
-    ``workers`` processes (all cores unless given) encode the source part by part, on this machine or where ``engine``
-    has them (``parts.cluster.open_cluster``). The folder appears when it is
-    complete, or not at all, and its bytes depend neither on ``workers`` nor on kills: a build that was killed goes on
-    from its finished parts when it is started again. ``progress`` is told documents and bytes of text so far, and
-    ``say`` what a user should know beside it. The folder of a store is built in the cache folder and then sent, its
-    manifest last.
+    ``workers`` processes (all cores by default) encode the source part by part, on this machine or on the machines of
+    ``engine`` (``parts.cluster.open_cluster``). The folder appears only when it is complete, and its bytes depend
+    neither on ``workers`` nor on interruptions: a killed build continues from its finished parts when it is started
+    again. ``progress`` is called with the documents and bytes of text so far, and ``say`` with other messages for the
+    user. A folder in a store is built in the cache folder and then sent, with its manifest last.
 
-    ``duplicates`` has the source read once more, before: equal or similar texts are removed and listed, or kept on one
-    side of the split. ``comparing`` is told of that pass what ``progress`` is of the other.
+    ``duplicates`` requires an additional pass over the source first: equal or similar texts are removed and listed, or
+    kept in the same split. ``comparing`` reports the progress of that pass.
 
-    ``chat`` says how conversations become ids, of a source that has these. The folder then says which tokens count.
-    With ``paragraphs`` it says where those of its texts begin, by blank lines, or where a text has none by lines.
+    ``chat`` sets how conversations become ids, if the source has any. The folder then records which tokens count. With
+    ``paragraphs`` the folder records where the paragraphs of its texts begin: after blank lines, or after every line if
+    a text has no blank line.
     """
     place = locate(output)
     _check_numbers(validation_fraction, shard_tokens, workers)
@@ -176,7 +176,7 @@ def build_shards(
 
 
 def _advance(source: Source, progress: Progress | None) -> Advance:
-    """Return a function that tells the source how far its reading is, and ``progress`` what is done."""
+    """Return a function that updates the bytes read of ``source`` and calls ``progress``."""
 
     def advance(done: Advanced) -> None:
         source.bytes_read = done.bytes_read
@@ -189,12 +189,12 @@ def _advance(source: Source, progress: Progress | None) -> Advance:
 def _chat_rule(
     source: Source, chat: ChatRule | None, tokenizer: Tokenizer, output: Location, *, overwrite: bool
 ) -> ChatRule | None:
-    """Return how the source's conversations are encoded; None for texts. DataError for a rule that means nothing."""
+    """Return the rule that encodes the source's conversations; None for texts. Raise DataError for an invalid rule."""
     if source.fields.kind in ("text", PAIRS):
         if chat is not None:
             raise DataError(f"{source.spec} holds no conversations: it has no chat template and no replies.")
         return None
-    # A folder that is built already has its date: built again it is up to date.
+    # A folder that is already built keeps its date, so that building it again finds it up to date.
     recorded = {}
     if not overwrite and (output / MANIFEST_FILE).is_file():
         recorded = Manifest.load(output).options.get("chat", {})
@@ -209,11 +209,11 @@ def _check_paragraphs(source: Source) -> None:
 
 
 def _is_occupied(output: Path, *, overwrite: bool) -> bool:
-    """Whether a folder is there that is not to be replaced; DataError for one that may not be."""
-    # An empty folder that the user has made is free to fill.
+    """Return whether a folder exists that must not be replaced; raise DataError if ``overwrite`` may not replace it."""
+    # An empty folder made by the user may be filled.
     with explained_writes(output):
         occupied = output.exists() and not (output.is_dir() and not any(output.iterdir()))
-    # --overwrite replaces shards, never a folder that holds something else.
+    # --overwrite replaces shards, never a folder with other contents.
     if occupied and overwrite and not (output / MANIFEST_FILE).is_file():
         raise DataError(
             f"output={output} exists and is not a shard folder, so it is not overwritten. Name another folder."
@@ -223,7 +223,7 @@ def _is_occupied(output: Path, *, overwrite: bool) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Build:
-    """What is built, of what, and by whom."""
+    """Inputs, options and engine of one build."""
 
     source: Source
     tokenizer: Tokenizer
@@ -240,11 +240,11 @@ class _Build:
     started: float
 
     def send_into(self, output: ObjectPath, *, overwrite: bool) -> BuildReport:
-        """Build in the cache folder and send it to a store, unless that has it already."""
+        """Build in the cache folder and send the result to a store, unless the store already has it."""
         if (output / MANIFEST_FILE).is_file() and not overwrite:
             return self._keep(output)
         check_free(output, overwrite=overwrite)
-        # One folder for each recipe: that of another build is of no use, and no hindrance.
+        # One folder for each recipe, so that the leftovers of another build do not interfere.
         name = hash_json([self.sources, self.tokenizer.fingerprint, self.options])
         local = outgoing_folder(output) / name
         made = self.make(local, overwrite=False)
@@ -254,7 +254,7 @@ class _Build:
         return replace(report, parts=made.parts, parts_found=made.parts_found)
 
     def make(self, output: Path, *, overwrite: bool) -> BuildReport:
-        """Build in a staging folder beside the output, or go on there, unless the output is up to date."""
+        """Build or continue in a staging folder next to the output, unless the output is up to date."""
         if _is_occupied(output, overwrite=overwrite):
             report = self._keep(output)
             remove_leftovers(output)
@@ -282,16 +282,16 @@ class _Build:
         return replace(report, parts=len(parts), parts_found=found)
 
     def _keep(self, output: Location) -> BuildReport:
-        """Return the report of a folder that is there; DataError unless it is what this build would make."""
+        """Return the report of an existing folder; raise DataError unless this build would produce the same."""
         _check_same_recipe(output, sources=self.sources, tokenizer=self.tokenizer, options=self.options)
         return _report(output, self.source, up_to_date=True, exact=self.job.exact, started=self.started)
 
     def _put_together(
         self, staging: Staging, records: list[PartRecord], outcome: Outcome | None
     ) -> Sequence[Difference]:
-        """Make the whole folder of all parts, and return the first differences."""
+        """Assemble all parts into the final folder and return the first differences."""
         differences = [difference for record in records for difference in record.differences]
-        # Parts that a build without --exact has finished.
+        # These parts may be from an earlier build without --exact.
         if self.job.exact and differences:
             raise DataError(explain_inexact(differences[0], self.tokenizer))
         source = self.source
@@ -315,7 +315,7 @@ class _Build:
 
 
 def _find_finished(staging: Staging, parts: Sequence[Part], say: Callable[[str], None]) -> dict[int, PartRecord]:
-    """Return the parts that an earlier build has finished, once every byte of them is checked."""
+    """Return the parts that an earlier build has finished, after verifying every byte of them."""
     records, damaged = staging.finished(len(parts))
     if records:
         say(f"going on: {len(records)} of {len(parts)} parts are there")
@@ -333,7 +333,7 @@ def _order(part: Part, staging: Staging, outcome: Outcome | None) -> Order:
 
 
 def _check_numbers(validation_fraction: float, shard_tokens: int, workers: int | None) -> None:
-    """Raise ``DataError`` for an option that is out of its range."""
+    """Raise ``DataError`` if an option is out of range."""
     if not 0 <= validation_fraction < 1:
         raise DataError(f"validation_fraction={validation_fraction} must be at least 0 and less than 1. Try 0.05.")
     if shard_tokens < 1:
@@ -343,7 +343,7 @@ def _check_numbers(validation_fraction: float, shard_tokens: int, workers: int |
 
 
 def _check_trained(records: list[PartRecord], source: Source, chat: ChatRule) -> None:
-    """Raise ``DataError`` if more conversations cannot be trained on than may be left out."""
+    """Raise ``DataError`` if more conversations are unusable for training than may be left out."""
     counts = {reason: source.left_out.counts[reason] for reason in UNTRAINED if source.left_out.counts[reason]}
     lost = sum(counts.values())
     kept = sum(record.splits[split].documents for record in records for split in SPLITS)
@@ -361,11 +361,11 @@ def _check_trained(records: list[PartRecord], source: Source, chat: ChatRule) ->
 
 
 def _check_splits(records: list[PartRecord], source: Source, options: dict[str, Any]) -> None:
-    """Raise ``DataError`` where there is nothing to train on."""
+    """Raise ``DataError`` if there are no documents to train on."""
     counts = {split: sum(record.splits[split].documents for record in records) for split in SPLITS}
     if not sum(counts.values()):
         raise DataError(no_text(source.spec, source.left_out))
-    # Can happen with a handful of documents, and a run would only find out when it starts.
+    # Possible with a handful of documents; otherwise a run would fail only at its start.
     if not counts["training"]:
         raise DataError(
             f"All {counts['validation']} documents of {source.spec} fell into the validation split "
@@ -376,7 +376,7 @@ def _check_splits(records: list[PartRecord], source: Source, options: dict[str, 
 def _check_same_recipe(
     output: Location, *, sources: list[dict[str, Any]], tokenizer: Tokenizer, options: dict[str, Any]
 ) -> None:
-    """Raise ``DataError`` unless ``output`` is what this build would make; say what differs."""
+    """Raise ``DataError`` that names the differences unless ``output`` is the result of this build's recipe."""
     if not (output / MANIFEST_FILE).is_file():
         raise DataError(f"output={output} exists and is not a shard folder. Name another folder.")
     manifest = _checked_manifest(output)
@@ -389,14 +389,14 @@ def _check_same_recipe(
             "Name another folder, or replace it with --overwrite (overwrite=True)."
         )
     if (output / VALIDATION_FOLDER).exists():
-        # Raises for a damaged split, which is not up to date either.
+        # Raises if the split is damaged, since it is then not up to date either.
         _checked_manifest(output / VALIDATION_FOLDER)
 
 
 def _checked_manifest(folder: Location) -> Manifest:
-    """The manifest of a folder of which nothing is damaged; in a store, of which nothing is missing or cut short."""
+    """Return the manifest of a verified folder; in a store, check only that no file is missing or has another size."""
     if isinstance(folder, Path):
-        # Whole: who builds again may do so because something is damaged. What is stamped is not read again.
+        # All files, since damage may be the reason to build again. Stamped files are not read again.
         return open_verified(folder, whole=True).manifest
     manifest = Manifest.load(folder)
     there = list_objects(folder)
@@ -404,7 +404,7 @@ def _checked_manifest(folder: Location) -> Manifest:
     if PACKED_FILE in there:
         sizes = {entry.file: entry.bytes for entry in PackedFolder.load(folder, manifest).shards}
     for name, size in sizes.items():
-        # To read terabytes back would take as long as to send them.
+        # Reading terabytes back would take as long as sending them.
         if there.get(name) != size:
             found = there.get(name, "no")
             raise DataError(
@@ -414,7 +414,7 @@ def _checked_manifest(folder: Location) -> Manifest:
 
 
 def _say_cut(source: Source, say: Callable[[str], None]) -> None:
-    """Say which directories are too large for one document."""
+    """Report the directories that are too large for one document."""
     cut = source.cut_directories()
     if cut:
         shown = ", ".join(list(cut)[:_SHOWN_DIRECTORIES])
@@ -435,7 +435,7 @@ def _report(
     exact: bool = False,
     differences: Sequence[Difference] = (),
 ) -> BuildReport:
-    """What lies in ``output`` now, read from its manifests; DataError for inexact documents where ``exact``."""
+    """Return the report of ``output``, read from its manifests; if ``exact``, raise DataError for inexact documents."""
     training = Manifest.load(output)
     inexact = training.inexact_documents
     held_out = output / VALIDATION_FOLDER
@@ -471,14 +471,14 @@ def _report(
 
 
 def _named(place: Location) -> Path | str:
-    """A place as a report names it."""
+    """Return a place in the form that reports use."""
     if isinstance(place, Path):
         return place
     return str(place)
 
 
 def _split_report(folder: Location, manifest: Manifest) -> SplitReport:
-    """The counts of one split."""
+    """Return the counts of one split."""
     return SplitReport(
         folder=_named(folder),
         documents=manifest.documents,

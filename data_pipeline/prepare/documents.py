@@ -1,4 +1,4 @@
-"""What a source yields: documents, and what it left out with the reason."""
+"""Items that a source yields: documents, and skipped records with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAIRS = "pairs"
 
 
 class DamageError(Exception):
-    """A reader cannot go on in its file; what it yielded before is good."""
+    """Error of a reader that cannot continue in its file; items yielded before it are valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Fields or columns that make a record a document."""
+    """Fields or columns that make up a document."""
 
     text: str = "text"
     """The field with the text; of pairs with the target."""
@@ -44,13 +44,13 @@ class Fields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The fields that a record needs."""
+        """Names of the fields that a record needs."""
         if self.kind == PAIRS:
             return (self.source, self.text)
         return FIELDS.get(self.kind, (self.text,))
 
     def to_json(self) -> dict[str, Any]:
-        """What a fingerprint says of it: of texts the same as when there was nothing else."""
+        """Return the entry of a fingerprint; for texts it is unchanged since before other kinds existed."""
         said = {"text_field": self.text}
         if self.kind != "text":
             said["format"] = self.kind
@@ -74,7 +74,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a file is read."""
+    """Format in which a file is read."""
 
     kind: str
     """``text``, ``lines``, ``json``, ``csv``, ``tsv``, ``parquet`` or ``arrow``; of pairs also ``parallel`` or
@@ -104,7 +104,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Text files that become one document, in their order."""
+    """Text files that become one document, in order."""
 
     name: str
     """The document's name."""
@@ -115,7 +115,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A file, a run of whole records of a large one, or files that are joined: what is read in one go."""
+    """Unit of reading: a file, a run of complete records of a large file, or several joined files."""
 
     file: File
     """The first one, where files are joined."""
@@ -132,7 +132,7 @@ class Piece:
 
 
 def whole(file: File) -> Piece:
-    """The file as one piece."""
+    """Return the file as one piece."""
     return Piece(file, size=file.size)
 
 
@@ -168,9 +168,9 @@ READABLE = f"text, {', '.join(_KINDS)}, each also {', '.join(_COMPRESSIONS)}"
 
 
 def find_format(name: str, *, read_as: str = "") -> Format:
-    """The format of a file of this name, or the one that ``read_as`` says, ``text`` or ``json``.
+    """Return the format of a file of this name, or the one that ``read_as`` sets, ``text`` or ``json``.
 
-    Its name says how it is decompressed in any case.
+    In either case the name determines the compression.
     """
     lowered = name.lower()
     packed = next((ending for ending in _COMPRESSIONS if lowered.endswith(ending)), "")

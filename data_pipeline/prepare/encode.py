@@ -1,4 +1,4 @@
-"""Documents as token ids, on all cores, with a proof for each that its ids give its text back."""
+"""Encoding of documents to token ids on all cores, with a check of each that its ids decode to its text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_CHARACTERS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Where a document's text first differs from what its ids say."""
+    """First difference between a document's text and its decoded ids."""
 
     name: str
     character: int
@@ -33,7 +33,7 @@ class Difference:
 
 @dataclass(kw_only=True)
 class _Document:
-    """A document on its way: what is encoded of it so far."""
+    """A document being encoded, with the parts encoded so far."""
 
     name: str
     parts: list[np.ndarray]
@@ -52,10 +52,10 @@ def encode_documents(
     *,
     paragraphs: bool = False,
 ) -> Iterator[tuple[EncodedDocument, Difference | None]]:
-    """Yield each document's tokens, in order, and where its text does not come back, None where it does.
+    """Yield each document's tokens, in order, with the first difference of its decoded text, or None if it round-trips.
 
-    With ``paragraphs`` each is encoded by itself, and the document says with which tokens they begin.
-    Beside one document's text and ids, memory holds ``group_characters`` of text and what the library needs for them.
+    With ``paragraphs`` each paragraph is encoded separately, and the document records the token at which each begins.
+    Apart from one document's text and ids, memory holds ``group_characters`` of text and the library's buffers for it.
     """
     open_documents: list[_Document] = []
     group: list[tuple[_Document, Chunk]] = []
@@ -82,9 +82,9 @@ _BLANK_LINE, _LINE_END = re.compile(r"\r?\n[ \t]*\r?\n\s*"), re.compile(r"(?:\r?
 
 
 def paragraphs_of(text: str) -> list[str]:
-    """The text cut behind each blank line, or if it has none behind each line; together the parts are the text.
+    """Return the text split after each blank line, or if it has none after each line; the parts add up to the text.
 
-    No part is blank: white space that the text begins with is its first paragraph's.
+    No part is blank: leading white space belongs to the first paragraph.
     """
     blank = len(text) - len(text.lstrip())
     ends: list[int] = []
@@ -94,8 +94,8 @@ def paragraphs_of(text: str) -> list[str]:
 
 
 def _chunks(texts: Sequence[str], tokenizer: Tokenizer, begins: list[int]) -> Iterator[Chunk]:
-    """Yield what texts that follow each other are encoded in; ``begins`` gets the part of each but the first."""
-    # Before all stands what the tokenizer puts there.
+    """Yield the chunks of consecutive texts; append to ``begins`` the first part of each text but the first."""
+    # Part 0 holds the tokenizer's prefix tokens.
     parts = 1
     for number, text in enumerate(texts):
         if number:
@@ -106,7 +106,7 @@ def _chunks(texts: Sequence[str], tokenizer: Tokenizer, begins: list[int]) -> It
 
 
 def _encode_group(group: list[tuple[_Document, Chunk]], tokenizer: Tokenizer) -> None:
-    """Encode chunks of one or many documents at once, and compare what their ids say."""
+    """Encode chunks of one or several documents at once, and compare their decoded ids."""
     chunks = [chunk for _, chunk in group]
     encoded = tokenizer.encode_chunks(chunks)
     inexact = find_inexact(encoded, chunks, tokenizer)
@@ -121,11 +121,11 @@ def _encode_group(group: list[tuple[_Document, Chunk]], tokenizer: Tokenizer) ->
 
 
 def find_inexact(ids: Sequence[np.ndarray], chunks: Sequence[Chunk], tokenizer: Tokenizer) -> dict[int, str]:
-    """What the ids of those chunks say whose text they do not give back, by the chunk's number."""
+    """Return the decoded text of the chunks that do not round-trip, keyed by the chunk's number."""
     numbers = list(range(len(chunks)))
     spelling = tokenizer.spelling
     if spelling is not None:
-        # Decoding costs an eighth of encoding: only what the table does not prove is decoded.
+        # Decoding costs an eighth of encoding: decode only chunks that the table does not prove exact.
         numbers = [number for number in numbers if not spelling.spells(ids[number], chunks[number].text)]
     if not numbers:
         return {}
@@ -134,7 +134,7 @@ def find_inexact(ids: Sequence[np.ndarray], chunks: Sequence[Chunk], tokenizer: 
 
 
 def _first_difference(document: _Document, text: str, decoded: str) -> Difference:
-    """The first character of a chunk that did not come back, counted from the document's beginning."""
+    """Return the first character of a chunk that differs, with its index in the document."""
     pairs = enumerate(zip(text, decoded, strict=False))
     at = next((i for i, (before, after) in pairs if before != after), min(len(text), len(decoded)))
     return Difference(
@@ -148,7 +148,7 @@ def _first_difference(document: _Document, text: str, decoded: str) -> Differenc
 def _finished(
     documents: list[_Document], tokenizer: Tokenizer, *, paragraphs: bool
 ) -> Iterator[tuple[EncodedDocument, Difference | None]]:
-    """Yield documents that are encoded to their end."""
+    """Yield the fully encoded documents."""
     for document in documents:
         document.parts.append(_small(tokenizer.ends_with, tokenizer))
         begins = None
@@ -166,6 +166,6 @@ def _finished(
 
 
 def _small(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids as a shard stores them: two bytes each in a small vocabulary."""
+    """Return the ids in a shard's dtype: two bytes each for a small vocabulary."""
     assert not len(ids) or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
     return ids.astype(token_dtype(tokenizer.vocab_size))

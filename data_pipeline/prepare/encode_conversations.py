@@ -1,4 +1,4 @@
-"""Conversations as token ids, by a chat template, with the runs of tokens that count."""
+"""Encoding of conversations to token ids with a chat template, including the runs of tokens that count."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from longctx.chat.encode import ChatEncoder, NotCountedError
 def encode_conversations(
     documents: Iterable[Document], encoder: ChatEncoder, leave_out: Callable[[Skip], None]
 ) -> Iterator[tuple[EncodedDocument, Difference | None]]:
-    """Yield the documents of each conversation, in order; call ``leave_out`` with the reason for what is none.
+    """Yield the documents of each conversation, in order; call ``leave_out`` with the reason for each unusable one.
 
-    A conversation becomes one document or several, which all have its hash: that of what was said. DataError for a
-    template that is refused as a whole.
+    A conversation becomes one document or several, which all have the hash of its spoken text. Raises DataError if the
+    template is rejected entirely.
     """
     dtype = token_dtype(encoder.tokenizer.vocab_size)
     try:

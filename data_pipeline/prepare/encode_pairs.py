@@ -1,4 +1,4 @@
-"""Pairs as token ids: what an encoder reads, and what is to be written."""
+"""Encoding of pairs to token ids: the source for the encoder, and the target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from longctx.tokenizer.sides import start_of_targets
 def encode_pairs(
     documents: Iterable[Document], tokenizer: Tokenizer, group_characters: int = GROUP_CHARACTERS
 ) -> Iterator[tuple[EncodedDocument, Difference | None]]:
-    """Yield the tokens of each pair, in order, and where the text of a side does not come back, None where both do.
+    """Yield the tokens of each pair, in order, with the first difference of a side, or None if both sides round-trip.
 
     A target begins with ``start_of_targets``.
     """
@@ -26,7 +26,7 @@ def encode_pairs(
     encoded = encode_documents(_sides(documents), tokenizer, group_characters)
     # Source and target follow each other.
     for (source, first), (target, second) in zip(encoded, encoded, strict=True):
-        # Two pairs are the same if both sides are: duplicates are looked for by this.
+        # Two pairs are equal if both sides are: this hash is used to find duplicates.
         both = xxhash.xxh3_64_intdigest(source.hash.to_bytes(8, "little") + target.hash.to_bytes(8, "little"))
         tokens = target.tokens
         if tokens[0] != start or not len(tokenizer.begins_with):

@@ -1,6 +1,6 @@
-"""Files of one directory joined into one long document: which ones, under what name, cut where it would grow too long.
+"""Joining of a directory's files into one long document: which files, its name, and its cuts if it would be too long.
 
-A function of the listing alone, so a document is the same whoever reads it.
+A pure function of the listing, so a document is the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRY = r"Try --join-header '# {path}\n'."
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """How text files become documents by directory."""
+    """Rule for joining text files into documents by directory."""
 
     depth: int = 0
     """Directories from the source down that count: with 1 all that is below a directory of the source is one document.
@@ -33,7 +33,7 @@ class Join:
     """Template of a line above each file: ``{path}``, ``{directory}`` and ``{name}`` are those of the file."""
 
     def __post_init__(self) -> None:
-        """DataError for what cannot be meant."""
+        """Raise DataError for invalid values."""
         if self.depth < 0:
             raise DataError(f"join_depth={self.depth} must be at least 0. Leave it out: every directory by itself.")
         if self.most_bytes < 1:
@@ -42,11 +42,11 @@ class Join:
             _check_header(self.header)
 
     def to_json(self) -> dict[str, Any]:
-        """What a fingerprint says of it: other values are other documents."""
+        """Return the entry of a fingerprint: other values give other documents."""
         return {"by": "directory", "depth": self.depth, "bytes": self.most_bytes, "header": self.header}
 
     def directory_of(self, name: str) -> str:
-        """The directory whose document a file of this relative path belongs to, with ``/`` at its end."""
+        """Return the directory whose document contains a file of this relative path, with ``/`` at its end."""
         folders = name.split("/")[:-1]
         if self.depth:
             folders = folders[: self.depth]
@@ -54,9 +54,9 @@ class Join:
 
 
 def join_pieces(pieces: Iterable[Piece], join: Join) -> Iterator[Piece]:
-    """Yield the pieces with text files joined by directory, each where its first file stood; all others as they are.
+    """Yield the pieces with text files joined by directory, each where its first file was; keep all others.
 
-    A directory with more than ``join.most_bytes`` is cut between files: its documents are then named by their first
+    A directory with more than ``join.most_bytes`` is cut between files: its documents are then named after their first
     files.
     """
     found: dict[str, list[File]] = {}
@@ -79,19 +79,19 @@ def join_pieces(pieces: Iterable[Piece], join: Join) -> Iterator[Piece]:
 
 
 def begin_of(joined: Joined, file: File, before: str) -> str:
-    """What stands before a file in its document, ``before`` being the text of the one before it."""
+    """Return the text inserted before a file in its document; ``before`` is the text of the previous file."""
     if not joined.header:
         return ""
     directory, _, name = file.name.rpartition("/")
     header = joined.header.format(path=file.name, directory=directory, name=name)
-    # A header begins a line.
+    # A header begins on a new line.
     if before and not before.endswith("\n"):
         header = "\n" + header
     return header
 
 
 def cut_directories(pieces: Iterable[Piece], join: Join) -> dict[str, int]:
-    """The directories that are too large for one document, and how many each gives."""
+    """Return the directories that are too large for one document, and the number of documents of each."""
     counts: dict[str, int] = {}
     for piece in pieces:
         if piece.joined is not None:
@@ -102,7 +102,7 @@ def cut_directories(pieces: Iterable[Piece], join: Join) -> dict[str, int]:
 
 def _documents(directory: str, files: list[File], join: Join) -> Iterator[Piece]:
     """Yield a directory's documents."""
-    # By size on disk, which is known before anything is read: cuts must not depend on who reads.
+    # By size on disk, which is known before anything is read: cuts must not depend on the reader.
     cuts: list[list[File]] = [[]]
     size = 0
     for file in files:
@@ -120,7 +120,7 @@ def _documents(directory: str, files: list[File], join: Join) -> Iterator[Piece]
 
 
 def _check_header(header: str) -> None:
-    """DataError for a template that names no file, or something else."""
+    """Raise DataError if a template is malformed, has an unknown field, or does not name the file."""
     try:
         fields = [(field, spec, how) for _, field, spec, how in string.Formatter().parse(header) if field is not None]
     except ValueError as error:

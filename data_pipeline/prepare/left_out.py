@@ -1,4 +1,4 @@
-"""What a source left out: counts, a few names of each reason, and the whole list in a file."""
+"""Records that a source left out: counts, a few names for each reason, and the full list in a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LeftOut:
             self.add(skip)
 
     def add(self, skip: Skip) -> None:
-        """Count one more."""
+        """Count one skip."""
         self.counts[skip.reason] += 1
         names = self.examples.setdefault(skip.reason, [])
         if len(names) < _EXAMPLES:
@@ -36,19 +36,19 @@ class LeftOut:
             names.append(shown)
 
     def merge(self, counts: Mapping[str, int], examples: Mapping[str, Sequence[str]]) -> None:
-        """Count what was left out after this."""
+        """Add the counts and examples of later skips."""
         self.counts.update(counts)
         for reason, names in examples.items():
             known = self.examples.setdefault(reason, [])
             known += names[: _EXAMPLES - len(known)]
 
     def lines(self) -> list[str]:
-        """A line for each reason: how many, and the first names."""
+        """Return a line for each reason: its count and first names."""
         return left_out_lines(self.counts, self.examples)
 
 
 def left_out_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]]) -> list[str]:
-    """A line for each reason: how many, and the names that are known."""
+    """Return a line for each reason: its count and known names."""
     lines = []
     for reason, count in sorted(counts.items()):
         line = f"{count:,} {reason}"
@@ -62,7 +62,7 @@ def left_out_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[st
 
 
 class LeftOutFile:
-    """Writes skips into ``left_out.jsonl`` as they come; the file is there only if there are any."""
+    """Writer that streams skips into ``left_out.jsonl``; the file exists only if there are any."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LEFT_OUT_FILE
@@ -78,20 +78,20 @@ class LeftOutFile:
         self._write(line)
 
     def append(self, path: Path) -> None:
-        """Write the lines of another such list."""
+        """Append the lines of another list of skips."""
         with path.open("rb") as lines:
             while block := lines.read(1 << 20):
                 self._write(block)
 
     def close(self) -> str:
-        """Finish the file and return its xxh3_128; empty if nothing was left out."""
+        """Close the file and return its xxh3_128; empty if nothing was left out."""
         if self._file is None:
             return ""
         self._file.close()
         return self._digest.hexdigest()
 
     def _write(self, content: bytes) -> None:
-        # At once and not at the end: a list of every null of a large corpus fits no memory.
+        # Immediately, not at the end: a list of every null of a large corpus would not fit into memory.
         if self._file is None:
             self._file = self._path.open("wb")
         self._digest.update(content)
@@ -99,7 +99,7 @@ class LeftOutFile:
 
 
 def read_left_out(folder: Location) -> LeftOut:
-    """What the file in a shard folder lists; nothing where it has none."""
+    """Return the skips listed in a shard folder's file; empty if it has no such file."""
     path = folder / LEFT_OUT_FILE
     if not path.exists():
         return LeftOut()

@@ -1,4 +1,4 @@
-"""The files of a folder, or the objects below a URL: links followed once, what is left out listed with its reason."""
+"""Files of a folder, or objects below a URL: links are followed once, and skipped files listed with their reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longctx.untrusted.git_lfs import is_pointer
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Glob patterns, where ``*`` also crosses folders and a folder's own path stands for all below it."""
+    """Glob patterns; ``*`` also crosses folders, and a folder's own path stands for everything below it."""
 
     include: Sequence[str] = ()
     """Only what matches one of these is read; empty: everything."""
@@ -32,22 +32,22 @@ class Selection:
     _excluded_folders: list[str] = field(default_factory=list, init=False, compare=False)
 
     def includes(self, name: str) -> bool:
-        """Whether the file is one of those that are asked for."""
+        """Return whether the file is among the requested ones."""
         return not self.include or self._matches(name, self.include)
 
     def excludes(self, name: str) -> bool:
-        """Whether the file is left out."""
+        """Return whether the file is excluded."""
         return self._matches(name, self.exclude)
 
     def excludes_folder(self, name: str) -> bool:
-        """Whether the folder is left out with all below it."""
+        """Return whether the folder is excluded with everything below it."""
         is_excluded = self._matches(name, self.exclude)
         if is_excluded:
             self._excluded_folders.append(name)
         return is_excluded
 
     def read_as(self, name: str) -> str:
-        """How the file is read, ``text`` or ``json``; empty if its ending says it."""
+        """Return the format to read the file as, ``text`` or ``json``; empty if its ending decides."""
         if self._matches(name, self.as_text):
             return "text"
         if self._matches(name, self.as_json):
@@ -55,18 +55,18 @@ class Selection:
         return ""
 
     def unused(self) -> list[str]:
-        """Patterns that matched nothing so far: most often a typing error."""
+        """Return the patterns that have matched nothing so far, which are usually typing errors."""
         patterns = (*self.include, *self.exclude, *self.as_text, *self.as_json)
         return [pattern for pattern in patterns if pattern not in self._used and not self._lies_below(pattern)]
 
     def _matches(self, name: str, patterns: Sequence[str]) -> bool:
-        """Whether a pattern names a file, or a folder above it."""
+        """Return whether a pattern matches a file, or a folder above it."""
         found = [pattern for pattern in patterns if _match(name, pattern)]
         self._used.update(found)
         return bool(found)
 
     def _lies_below(self, pattern: str) -> bool:
-        """Whether the pattern may mean something in a folder that was left out, and so never looked into."""
+        """Return whether the pattern may match inside an excluded folder, which was never listed."""
         return any(pattern.startswith(("*", f"{folder}/")) for folder in self._excluded_folders)
 
 
@@ -82,23 +82,23 @@ Identity = tuple[int, int]
 
 @dataclass(frozen=True)
 class Listing:
-    """What was found below a path."""
+    """Files found below a path, and the entries left out."""
 
     files: list[File] = field(default_factory=list)
     left_out: list[Skip] = field(default_factory=list)
 
     def in_order(self) -> Listing:
-        """The same by relative path: file systems list in any order, and documents must not depend on it."""
+        """Return the same sorted by relative path: documents must not depend on the file system's order."""
         files = sorted(self.files, key=lambda file: (file.name, os.fsencode(str(file.path))))
         return Listing(files, sorted(self.left_out, key=lambda skip: (skip.name, skip.reason)))
 
 
 def list_files(root: Path, selection: Selection, *, python_only: bool) -> Listing:
-    """The files below ``root`` by relative path; a file given itself is the whole list.
+    """Return the files below ``root`` by relative path; if ``root`` is a file, the list is that file.
 
-    A link to a folder is followed, unless that folder is read under another name already: real folders come first, then
-    links by their relative path, so cycles end and nothing is read twice. ``python_only`` takes ``.py`` files alone,
-    and follows no link to a folder.
+    A link to a folder is followed, unless that folder is already read under another name: real folders come first, then
+    links by their relative path, so cycles end and no file is read twice. ``python_only`` takes only ``.py`` files, and
+    follows no link to a folder.
     """
     walk = Walk(selection, python_only=python_only)
     if root.is_dir():
@@ -112,7 +112,7 @@ def list_files(root: Path, selection: Selection, *, python_only: bool) -> Listin
 
 
 class Walk:
-    """One listing as it grows."""
+    """A listing under construction."""
 
     def __init__(self, selection: Selection, *, python_only: bool) -> None:
         self.found = Listing()
@@ -122,7 +122,7 @@ class Walk:
         self._links: list[tuple[str, Path]] = []
 
     def enter(self, folder: Path, name: str, *, is_linked: bool) -> None:
-        """List a folder and all below it. Where a link led here, folders that were entered already are left out."""
+        """List a folder and all below it. If a link led here, skip folders that were already entered."""
         pending = [(folder, name)]
         while pending:
             folder, name = pending.pop()
@@ -138,13 +138,13 @@ class Walk:
                 self.leave_out(name or "/", "cannot be read", error.strerror or "", is_fault=True)
 
     def follow_links(self) -> None:
-        """Enter the folders that links lead to, links found there included."""
+        """Enter the folders that links lead to, including links found there."""
         while self._links:
             name, folder = heapq.heappop(self._links)
             self.enter(folder, name, is_linked=True)
 
     def add_file(self, path: Location, name: str, size: int) -> None:
-        """Take a file, unless the patterns leave it out."""
+        """Add a file, unless the patterns exclude it."""
         if self._selection.excludes(name):
             self.leave_out(name, "excluded")
         elif not self._selection.includes(name):
@@ -156,7 +156,7 @@ class Walk:
             self.found.files.append(File(path, name, size, find_format(name, read_as=read_as)))
 
     def _list(self, folder: Path, prefix: str) -> list[tuple[Path, str]]:
-        """Sort the entries of one folder; its real folders are returned."""
+        """Process the entries of one folder and return its real subfolders."""
         folders: list[tuple[Path, str]] = []
         with os.scandir(folder) as entries:
             listed = list(entries)
@@ -180,8 +180,8 @@ class Walk:
         return folders
 
     def enter_objects(self, path: ObjectPath, prefix: str, folder: _Folder) -> None:
-        """Take what a folder of a store holds, or say why it is left out. A store has no links and no devices."""
-        # Its descriptions are small objects, read here as from a folder.
+        """Add a store folder's contents, or record why they are skipped. A store has no links and no devices."""
+        # Its descriptions are small objects, read here as in a local folder.
         not_data = self._not_data(path, prefix, list(folder.sizes))
         for name, size in folder.sizes.items():
             if name in not_data:
@@ -195,25 +195,25 @@ class Walk:
                 self.enter_objects(path / name, f"{prefix}{name}/", below)
 
     def _not_data(self, folder: Location, prefix: str, names: list[str]) -> dict[str, str]:
-        """Return the files that hold no documents by what ``datasets`` has written there, with the reason of each."""
+        """Return the files without documents according to the metadata of ``datasets``, each with the reason."""
         dataset = find_dataset(folder, names)
         for missing in dataset.missing:
             self.leave_out(prefix + missing, "missing", "state.json lists it", is_fault=True)
         return dataset.not_data
 
     def _takes_folder(self, own_name: str, name: str) -> bool:
-        """Whether the patterns and its name let us into a folder."""
+        """Return whether the patterns and its name permit entering a folder."""
         if own_name.startswith(".") and not self._python_only:
             self.leave_out(f"{name}/", "hidden")
             return False
-        # Before walking into it: what is excluded may be huge, or refuse to be read.
+        # Before walking into it: an excluded folder may be huge or unreadable.
         if self._selection.excludes_folder(name):
             self.leave_out(f"{name}/", "excluded")
             return False
         return True
 
     def _list_file(self, entry: os.DirEntry[str], path: Path, name: str) -> None:
-        """Take an entry that is no folder, or say why it is left out."""
+        """Add an entry that is not a folder, or record why it is skipped."""
         if self._python_only and path.suffix != ".py":
             return
         if entry.name.startswith(".") and not self._python_only:
@@ -228,12 +228,12 @@ class Walk:
             self.leave_out(name, "not a regular file")
 
     def leave_out(self, name: str, reason: str, detail: str = "", *, is_fault: bool = False) -> None:
-        """Note what gives no document."""
+        """Record an entry that gives no document."""
         self.found.left_out.append(Skip(name, reason, detail, is_fault))
 
 
 def _holds(test: Callable[[], bool]) -> bool:
-    """The answer of ``is_dir`` or ``is_file``; False for a link that leads in a circle."""
+    """Return the result of ``is_dir`` or ``is_file``; False for a link cycle."""
     try:
         return test()
     except OSError:
@@ -246,20 +246,20 @@ def _identity(folder: Path) -> Identity:
 
 
 def _shown(name: str) -> str:
-    """A file's name as text: its bytes are most often UTF-8, but need not be."""
+    """Return a file's name as text: its bytes are usually UTF-8, but need not be."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 @dataclass
 class _Folder:
-    """What lies in one folder of a store."""
+    """Contents of one folder of a store."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     folders: dict[str, _Folder] = field(default_factory=dict)
 
 
 def list_source(root: ObjectPath, selection: Selection) -> Listing:
-    """The objects below ``root`` by relative path; an object given itself is the whole list."""
+    """Return the objects below ``root`` by relative path; if ``root`` is an object, the list is that object."""
     walk = Walk(selection, python_only=False)
     size = size_of(root)
     if size is not None:
@@ -270,7 +270,7 @@ def list_source(root: ObjectPath, selection: Selection) -> Listing:
 
 
 def _tree(sizes: dict[str, int]) -> _Folder:
-    """Folders, which a store knows as beginnings of names alone."""
+    """Return the tree of folders, which a store has only as prefixes of names."""
     top = _Folder()
     for path, size in sizes.items():
         folder = top
@@ -287,7 +287,7 @@ _DESCRIPTIONS = (_STATE, "dataset_info.json", "dataset_dict.json")
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a folder of ``save_to_disk`` or of the cache of ``datasets`` says about itself."""
+    """Metadata of a folder written by ``save_to_disk`` or of a cache folder of ``datasets``."""
 
     not_data: dict[str, str] = field(default_factory=dict)
     """Names of files that hold no documents, with the reason."""
@@ -296,8 +296,8 @@ class Dataset:
 
 
 def find_dataset(folder: Location, names: Sequence[str]) -> Dataset:
-    """What a folder with files of these ``names`` says of them; nothing if it holds no data set."""
-    # A Git LFS pointer describes nothing: it is listed as a file, and left out by that name.
+    """Return the metadata of a folder with files of these ``names``; empty if it holds no data set."""
+    # A Git LFS pointer describes nothing: it is listed as a file, and skipped for that reason.
     described = [name for name in _DESCRIPTIONS if name in names and not is_pointer(_content(folder / name))]
     tables = [name for name in names if name.endswith(".arrow")]
     if not described or not (tables or _lists_splits(folder, described)):
@@ -307,13 +307,13 @@ def find_dataset(folder: Location, names: Sequence[str]) -> Dataset:
     # The cache of `datasets` has no state.json: each of its tables is data.
     if data_files is None:
         return Dataset(not_data, [])
-    # What `map` and `filter` have cached beside the data would give its documents once more.
+    # Caches of `map` and `filter` next to the data would give its documents a second time.
     not_data.update((name, "not listed in state.json") for name in tables if name not in data_files)
     return Dataset(not_data, sorted(data_files - set(names)))
 
 
 def _data_files(folder: Location, described: Sequence[str]) -> set[str] | None:
-    """The data files that ``state.json`` lists; None where it lists none."""
+    """Return the data files that ``state.json`` lists; None if it lists none."""
     if _STATE not in described:
         return None
     state = _read_object(folder / _STATE)
@@ -326,12 +326,12 @@ def _data_files(folder: Location, described: Sequence[str]) -> set[str] | None:
 
 
 def _lists_splits(folder: Location, described: Sequence[str]) -> bool:
-    """Whether the folder is one of several splits, which lie in folders of their own."""
+    """Return whether the folder's description lists several splits, which are in separate folders."""
     return "dataset_dict.json" in described and "splits" in _read_object(folder / "dataset_dict.json")
 
 
 def _read_object(path: Location) -> dict[str, Any]:
-    """The JSON object in a file, empty if there is none."""
+    """Return the JSON object in a file, empty if there is none."""
     try:
         value = json.loads(_content(path))
     except ValueError:
@@ -342,7 +342,7 @@ def _read_object(path: Location) -> dict[str, Any]:
 
 
 def _content(path: Location) -> bytes:
-    """Return a file's bytes, none if it cannot be read."""
+    """Return a file's bytes, empty if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError:

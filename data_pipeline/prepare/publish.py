@@ -1,7 +1,7 @@
-"""Send a shard folder to a store, or pack it: shards first, the manifest last.
+"""Sending of a shard folder to a store, or packing of it: shards first, the manifest last.
 
-Whoever reads there sees no folder before all of it has arrived. What has arrived is noted in the folder that is sent,
-so that a sending which was interrupted goes on.
+A reader of the store sees no folder before all of it has arrived. The folder being sent records the files that have
+arrived, so that an interrupted transfer continues.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ Say = Callable[[str], None]
 
 
 def outgoing_folder(to: ObjectPath) -> Path:
-    """Where what is sent to this place is made ready: in the user's cache folder, until it has arrived."""
+    """Return the folder in the user's cache where a transfer to this place is prepared, until it has arrived."""
     return cache_folder() / "outgoing" / hash_json(str(to))
 
 
 def pack(
     folder: Path, output: str | Path | ObjectPath, *, level: int = DEFAULT_LEVEL, overwrite: bool, say: Say
 ) -> int:
-    """Write a packed shard folder, here or in a store, and return its shards' bytes. DataError for a damaged folder.
+    """Write a packed shard folder, locally or in a store, and return the bytes of its shards.
 
-    It is read like any other: each shard is unpacked into the cache when it is first used.
+    It is read like any other: each shard is unpacked into the cache when it is first used. Raises DataError if the
+    folder is damaged.
     """
     if level not in LEVELS:
         raise DataError(f"level={level} must be from {LEVELS[0]} to {LEVELS[-1]}. Try {DEFAULT_LEVEL}.")
@@ -54,7 +55,7 @@ def pack(
             return _pack_into(folder, staging, level=level, say=say)
     check_free(place, overwrite=overwrite)
     ready = outgoing_folder(place) / f"{Manifest.load(folder).hash}-{level}"
-    # There already where an earlier sending was interrupted.
+    # Already there if an earlier transfer was interrupted.
     if not (ready / MANIFEST_FILE).is_file():
         with staged_folder(ready) as staging:
             _pack_into(folder, staging, level=level, say=say)
@@ -65,7 +66,7 @@ def pack(
 
 
 def check_free(to: ObjectPath, *, overwrite: bool) -> None:
-    """DataError where a store holds other things than parts of a shard folder, or a whole one unless ``overwrite``."""
+    """Raise DataError if a store has foreign files there, or a complete shard folder unless ``overwrite``."""
     there = list_objects(to)
     foreign = [name for name in there if not _is_ours(name)]
     if foreign:
@@ -75,27 +76,27 @@ def check_free(to: ObjectPath, *, overwrite: bool) -> None:
 
 
 def send(folder: Path, to: ObjectPath, *, overwrite: bool, say: Say) -> None:
-    """Send a whole shard folder to a store; DataError where something else is there, or the store refuses.
+    """Send a shard folder to a store; raise DataError if something else is there, or the store refuses.
 
-    What an earlier sending of the same folder has brought there is kept.
+    Files that an earlier transfer of the same folder has sent are kept.
     """
     with _sending(folder, to):
         check_free(to, overwrite=overwrite)
         there = list_objects(to)
         journal = _Journal(folder / _SENT_FILE, str(to))
         sent = {name: size for name, size in journal.sent.items() if there.get(name) == size}
-        # Manifests first: from then on nobody reads what is replaced.
+        # Manifests first, so that files being replaced are no longer read.
         for name in sorted(there.keys() - sent.keys(), key=lambda name: not name.endswith(MANIFEST_FILE)):
             remove(_object(to, name))
         names = _names_in_order(folder)
         for number, name in enumerate(names, start=1):
             size = (folder / name).stat().st_size
-            # Not again what an interrupted sending of these very bytes has brought.
+            # Skip files that an interrupted transfer of these very bytes has sent.
             if sent.get(name) != size:
                 upload(folder / name, _object(to, name))
                 journal.note(name, size)
                 say(f"sent {name} to {to} ({number} of {len(names)})")
-        # What a store says it has is asked once more: a second writer shows here.
+        # List the store again: a second writer shows here.
         there = list_objects(to)
         for name in names:
             if there.get(name) != (folder / name).stat().st_size:
@@ -107,7 +108,7 @@ def send(folder: Path, to: ObjectPath, *, overwrite: bool, say: Say) -> None:
 
 @contextlib.contextmanager
 def _sending(folder: Path, to: ObjectPath) -> Iterator[None]:
-    """Within the block, no other process of this host sends the folder; DataError where one does."""
+    """Within the block, no other process of this host sends the folder; raise DataError if one already does."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,11 +120,11 @@ def _sending(folder: Path, to: ObjectPath) -> Iterator[None]:
 
 
 class _Journal:
-    """What has been sent of a folder, so that an interrupted sending goes on."""
+    """Record of the sent files of a folder, so that an interrupted transfer continues."""
 
     def __init__(self, path: Path, to: str) -> None:
         self.path = path
-        # Of these very bytes: the manifest vouches for all others, and a packed folder's list for its own.
+        # Valid only for these very bytes: the manifest covers all other files, and a packed folder's list its own.
         stamps = [hash_file(file) for file in sorted(path.parent.rglob("*.json")) if file != path]
         self._of = hash_json([to, stamps])
         self.sent: dict[str, int] = {}
@@ -133,13 +134,13 @@ class _Journal:
                 self.sent = noted["sent"]
 
     def note(self, name: str, size: int) -> None:
-        """One more has arrived."""
+        """Record one more arrived file."""
         self.sent[name] = size
         write_atomically(self.path, json.dumps({"of": self._of, "sent": self.sent}).encode())
 
 
 def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
-    """Fill ``staging`` with the packed folder, and its validation split; the bytes of all shards."""
+    """Write the packed folder and its validation split into ``staging``; return the bytes of all shards."""
     size = 0
     for split in (Path(), Path(VALIDATION_FOLDER)):
         if not (folder / split / MANIFEST_FILE).is_file():
@@ -149,7 +150,7 @@ def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
         packed = []
         for number, entry in enumerate(manifest.shards, start=1):
             path = folder / split / entry.file
-            # Damage would travel on under checksums of its own.
+            # Otherwise damage would be copied under valid new checksums.
             if not path.is_file() or hash_file(path) != entry.xxh3_128:
                 raise DataError(f"{path} is missing or damaged. `longctx data verify {folder}` says more.")
             packed.append(pack_shard(path, staging / split / f"{entry.file}.zst", level=level))
@@ -166,14 +167,14 @@ def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
 
 
 def _names_in_order(folder: Path) -> list[str]:
-    """Every file of a shard folder: its validation split first, and of each the manifest last."""
+    """Return every file of a shard folder: its validation split first, and the manifest of each split last."""
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     ours = [name for name in found if _is_ours(name)]
     return sorted(ours, key=lambda name: ("/" not in name, name.endswith(MANIFEST_FILE), name))
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a relative path is one that a shard folder may have."""
+    """Return whether a shard folder may contain a file of this relative path."""
     own = name.removeprefix(f"{VALIDATION_FOLDER}/")
     known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE, LIST_OF_BEFORE)
     return own in known or is_carried(own) or _SHARD_FILE.fullmatch(own) is not None

@@ -1,4 +1,4 @@
-"""Read pieces of a source one after the other, and leave out the documents that are too short or too long."""
+"""Reading of a source's pieces in order; documents that are too short or too long are left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_BYTES_OF_A_CHARACTER = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """The lengths that are wanted. Documents of other lengths are left out and listed, whole."""
+    """Bounds of document lengths. Documents outside them are left out entirely and listed."""
 
     min_bytes: int = 0
     """UTF-8 bytes of a document's text, at least."""
@@ -25,7 +25,7 @@ class Lengths:
     """At most; None for any."""
 
     def __post_init__(self) -> None:
-        """DataError for bounds that leave nothing."""
+        """Raise DataError if the bounds admit no document."""
         if self.min_bytes < 0:
             raise DataError(f"min_bytes={self.min_bytes} must be at least 0. Leave it out for documents of any length.")
         if self.max_bytes is not None and self.max_bytes < max(1, self.min_bytes):
@@ -35,7 +35,7 @@ class Lengths:
             )
 
     def to_json(self) -> dict[str, int]:
-        """What a fingerprint says of it: nothing where any length is taken, as ever."""
+        """Return the entry of a fingerprint; empty if any length is accepted, as in older releases."""
         bounds: dict[str, Any] = {}
         if self.min_bytes:
             bounds["min_bytes"] = self.min_bytes
@@ -44,8 +44,8 @@ class Lengths:
         return bounds
 
     def problem(self, document: Document) -> Skip | None:
-        """Why a document is left out; None if it is used."""
-        # Between these two bounds alone the bytes have to be counted.
+        """Return a Skip if a document is too short or too long; None if it is used."""
+        # Bytes must be counted only if these two bounds do not decide.
         least, most = len(document.text), _MOST_BYTES_OF_A_CHARACTER * len(document.text)
         if self.min_bytes <= least and (self.max_bytes is None or most <= self.max_bytes):
             return None
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ReadAs:
-    """How a source's files are read."""
+    """Options for reading a source's files."""
 
     spec: str
     """What the user named, for messages."""
@@ -88,7 +88,7 @@ class Reading:
         """Bytes on disk that the pass has gone by."""
 
     def documents(self, pieces: Iterable[Piece]) -> Iterator[Document]:
-        """Yield every document. What cannot be read is noted; a fault is a ``DataError`` where reading is strict."""
+        """Yield every document. Unreadable items are noted; in strict reading a fault raises ``DataError``."""
         passed = 0
         for piece in pieces:
             for item, bytes_read in read(piece, self._read_as.fields):
@@ -108,7 +108,7 @@ class Reading:
             self.bytes_read = passed
 
     def note(self, skip: Skip) -> None:
-        """Count something that is left out, and pass it on."""
+        """Count a skip, log it and pass it on."""
         logger.info("left out %s: %s %s", skip.name, skip.reason, skip.detail)
         self.left_out.add(skip)
         if self._on_left_out is not None:
@@ -116,7 +116,7 @@ class Reading:
 
 
 def fault(spec: str, skip: Skip) -> str:
-    """The message of a strict reading about the first thing that is wrong."""
+    """Return the error message of a strict reading about its first fault."""
     return (
         f"{spec}: {skip.name}: {skip.reason} ({skip.detail or 'strict reading'}).\n"
         f"Mend it, leave it out with --exclude, or read without --strict: it is then left out and listed."

@@ -1,7 +1,8 @@
-"""What the records of a source are, texts or conversations, if nobody says it: agreed by its files, or asked about.
+"""Detection of a source's record type, texts or conversations, if the user does not set it.
 
-What is not meant as text must not be trained on as text, and a conversation not without its chat template. A file that
-says one thing among many that say another is a stray one, as long as it is small.
+The files decide by agreement; if they disagree, an error asks the user. Other data must not be trained on as text, nor
+a conversation without its chat template. A few files that disagree with the others are ignored as strays, as long as
+they are small.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _STRAY_SHARE = 0.01
 def find_fields(
     spec: str, files: Sequence[File], *, text_field: str, source_field: str, format: str, join: Join | None
 ) -> tuple[Fields, frozenset[str]]:
-    """Return the fields of a source's documents, and the names of files in which a text was seen in them.
+    """Return the fields of a source's documents, and the names of files in which a text was found in them.
 
     A ``source_field`` makes them pairs.
 
-    DataError if the files leave a doubt, and for options that make no sense together.
+    Raises DataError if the files are ambiguous, or if the options are incompatible.
     """
     if format not in FORMATS:
         raise DataError(f"format={format!r} is none of {', '.join(FORMATS)}.")
@@ -41,7 +42,7 @@ def find_fields(
         looks = {file.name: look(file, text_field) for file in files if file.format.kind != "text"}
         seen = frozenset(name for name, found in looks.items() if found.has_text)
         kind = _agreed(spec, files, looks, text_field)
-    # A text field that is given says where the text is.
+    # A given text field determines the text.
     if kind in (AUTO, "text"):
         return texts, seen
     if not is_usual:
@@ -57,7 +58,7 @@ def find_fields(
 
 
 def _pairs(text_field: str, source_field: str, *, format: str, join: Join | None) -> Fields:
-    """Return the fields of pairs; DataError for options that make no sense beside them."""
+    """Return the fields of pairs; raise DataError for options that cannot be combined with them."""
     if format not in (AUTO, "text") or join is not None:
         other = "--join directory joins texts" if join is not None else f"--format {format} reads conversations"
         raise DataError(f"--source-field {source_field} reads pairs, and {other}: leave one out.")
@@ -70,12 +71,12 @@ def _pairs(text_field: str, source_field: str, *, format: str, join: Join | None
 
 
 def described(kind: str) -> str:
-    """Return what a kind of conversation is known by, for messages."""
+    """Return the fields that identify a kind of conversation, for messages."""
     return f"by {' and '.join(map(repr, FIELDS[kind]))}"
 
 
 def _agreed(spec: str, files: Sequence[File], looks: Mapping[str, Look], text_field: str) -> str:
-    """Return the kind of record that a source's files agree on; DataError if they do not."""
+    """Return the record type that a source's files agree on; raise DataError if they do not."""
     chats = [file for file in files if file.name in looks and looks[file.name].kind]
     if not chats:
         return "text"
@@ -84,7 +85,7 @@ def _agreed(spec: str, files: Sequence[File], looks: Mapping[str, Look], text_fi
         if looks[file.name].has_text:
             other = looks[file.name].kind
             raise _doubt(spec, [f"{file.name}: text in {text_field!r}, and conversations {described(other)}"], other)
-    # Looked for only now: the files of a program are many.
+    # Looked for only now: a program may have many files.
     tables = [file for file in files if file.name in looks and looks[file.name].has_text]
     plain = [file for file in files if file.name not in looks and not _is_about(file)]
     plain = [file for file in plain if is_plain_text(file, text_field)]
@@ -103,17 +104,17 @@ def _agreed(spec: str, files: Sequence[File], looks: Mapping[str, Look], text_fi
 
 
 def _is_about(file: File) -> bool:
-    """Return whether a file tells about the others by its name, however long it is."""
+    """Return whether a file's name shows that it describes the others, regardless of its length."""
     return file.name.rpartition("/")[2].lower().startswith(_ABOUT)
 
 
 def _size(files: Sequence[File]) -> int:
-    """Return how many bytes files have on disk."""
+    """Return the total bytes of files on disk."""
     return sum(file.size for file in files)
 
 
 def _doubt(spec: str, lines: Sequence[str], kind: str) -> DataError:
-    """Return the error that asks what is meant."""
+    """Return the error that asks the user to choose."""
     shown = "\n".join(lines)
     return DataError(
         f"source={spec} can be read in more than one way.\n{shown}\n"

@@ -1,4 +1,4 @@
-"""Records of finished work: small JSON files that are written last and vouch for the files beside them."""
+"""Records of finished work: small JSON files that are written last and validate the files next to them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from longctx.files import hash_file, sync_path, write_atomically
 
 
 def save_record(path: Path, format: str, values: dict[str, Any]) -> None:
-    """Write a record in one stroke, with its own hash, and have the disk hold it."""
+    """Write a record atomically, with its own hash, and sync it to disk."""
     body = {"format": format, **values}
     write_atomically(path, json.dumps(body | {"hash": hash_json(body)}).encode())
 
 
 def load_record(path: Path, format: str) -> dict[str, Any] | None:
-    """Return the values of a record; None if there is none, or none that this release wrote whole."""
-    # What it vouches for is made again: no reason to end here.
+    """Return the values of a record; None if it is missing, damaged or of another release."""
+    # The files that it validates are made again: no reason to end here.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         body = json.loads(path.read_bytes())
         recorded = body.pop("hash")
@@ -30,7 +30,7 @@ def load_record(path: Path, format: str) -> dict[str, Any] | None:
 
 
 def sync_files(folder: Path) -> dict[str, str]:
-    """Have the disk hold every file of a folder, and return the xxh3_128 of each by its name."""
+    """Sync every file of a folder to disk, and return the xxh3_128 of each by its name."""
     paths = sorted(folder.iterdir())
     for path in paths:
         sync_path(path)

@@ -1,6 +1,6 @@
-"""Where text comes from: the interpreter's own standard library, folders, files of text, JSON, CSV, Parquet, Arrow.
+"""Text sources: the interpreter's own standard library, folders, and files of text, JSON, CSV, Parquet and Arrow.
 
-Documents come in a fixed order: by relative path, then by line or row. What is left out is counted by reason, and
+Documents come in a fixed order: by relative path, then by line or row. Skipped records are counted by reason, and
 listed.
 """
 
@@ -34,13 +34,13 @@ from longctx.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-# Formats whose files have always been read so: a fingerprint that names no format means these.
+# Formats whose reading never changed: a fingerprint that names no format means these.
 _FIRST_FORMATS = ("", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 _SHOWN_FILES = 3
 
 
 class Source:
-    """A corpus that can be read again and again, always in the same order. ``open_source`` makes it."""
+    """A corpus that can be read repeatedly, always in the same order; opened by ``open_source``."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class Source:
         return self.read()
 
     def read(self, on_left_out: Callable[[Skip], None] | None = None) -> Iterator[Document]:
-        """Yield every document; call ``on_left_out`` for everything that is left out, the listing's part first.
+        """Yield every document; call ``on_left_out`` for every skip, beginning with those of the listing.
 
-        A damaged file or record is left out, or with ``strict`` a ``DataError``. So is a source without any text, at
-        the end.
+        A damaged file or record is left out, or with ``strict`` raises ``DataError``. A source without any text raises
+        ``DataError`` at the end.
         """
         num_documents = self.bytes_read = 0
         reading = Reading(self.read_as, on_left_out)
@@ -91,21 +91,21 @@ class Source:
             self.bytes_read = reading.bytes_read
             yield document
         self.bytes_read = reading.bytes_read
-        # Only now, so that a reading that was broken off leaves no half count.
+        # Only now, so that an interrupted reading leaves no partial count.
         self.left_out = reading.left_out
         if not num_documents:
             raise DataError(no_text(self.spec, self.left_out))
 
     def pieces(self) -> list[Piece]:
-        """The files in their order, large ones cut into pieces of whole records where their format allows it.
+        """Return the files in order, with large ones cut into pieces of complete records if their format permits it.
 
-        A function of the files alone, joined or not. They are read once for it, as for ``fingerprint``.
+        The result depends on the files and the join rule alone. They are read once for it, as for ``fingerprint``.
         """
         self.fingerprint()
         return list(self._pieces)
 
     def cut_directories(self) -> dict[str, int]:
-        """Directories that are too large to be joined into one document, and how many documents each becomes."""
+        """Return the directories too large to be joined into one document, and the number of documents of each."""
         if self._join is None:
             return {}
         return cut_directories(self._joined(map(whole, self._files)), self._join)
@@ -117,18 +117,18 @@ class Source:
 
     @property
     def num_files(self) -> int:
-        """Files that are read."""
+        """Number of files that are read."""
         return len(self._files)
 
     @property
     def num_bytes(self) -> int:
-        """Size of those files on disk."""
+        """Size of those files on disk in bytes."""
         return sum(file.size for file in self._files)
 
     def stamp(self) -> dict[str, Any]:
-        """What tells this source from another one without reading it: its files' names, sizes and times.
+        """Return an identifier of this source that needs no reading: its files' names, sizes and times.
 
-        Good for what may be made again when it is wrong; ``fingerprint`` is what shard folders are held to.
+        Suitable for results that can be recomputed if it is wrong; shard folders use ``fingerprint`` instead.
         """
         listing = _listing_hash(self._files)
         if listing is None:
@@ -136,10 +136,10 @@ class Source:
         return {"kind": self.kind, **self._read_as(), "listing_xxh3_128": listing}
 
     def fingerprint(self, progress: Callable[[int], object] | None = None) -> dict[str, Any]:
-        """What the corpus is, JSON-able and the same on every machine that has the same files.
+        """Return the identity of the corpus, JSON-able and the same on every machine that has the same files.
 
-        ``files_xxh3_128`` covers each file's relative path, size and content; absolute paths and dates are not in it.
-        The files are read once for this, far faster than they are tokenized; ``progress`` is told the bytes so far.
+        ``files_xxh3_128`` covers each file's relative path, size and content, but neither absolute paths nor dates. The
+        files are read once for this, far faster than they are tokenized; ``progress`` receives the bytes so far.
         """
         if self._fingerprint is None:
             digest = xxhash.xxh3_128()
@@ -164,18 +164,18 @@ class Source:
         return dict(self._fingerprint)
 
     def _joined(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
-        """The pieces as documents are made of them."""
+        """Return the pieces with the join rule applied."""
         if self._join is None:
             return pieces
         return join_pieces(pieces, self._join)
 
     def _read_as(self) -> dict[str, Any]:
-        """How the files are read: the same bytes are other documents under another field or format."""
+        """Return the options for reading the files; with others, the same bytes are other documents."""
         if self.kind == "stdlib":
             read_as: dict[str, Any] = {"interpreter": f"{platform.python_implementation()} {platform.python_version()}"}
         else:
             read_as = self.fields.to_json()
-        # Only what differs from the beginnings: folders built then are still up to date.
+        # Only non-default options, so that folders built by older releases are still up to date.
         for name in ("include", "as_text", "as_json"):
             if patterns := getattr(self._selection, name):
                 read_as[name] = list(patterns)
@@ -185,14 +185,14 @@ class Source:
         formats = Counter(file.format.ending for file in self._files if file.format.ending not in _FIRST_FORMATS)
         if formats:
             read_as["formats"] = dict(sorted(formats.items()))
-        # Older releases read them as CSV, and so other documents.
+        # Older releases read them as CSV, and so as other documents.
         if any(file.format.kind == "tsv" for file in self._files):
             read_as["tsv"] = "a line is a row"
         return read_as
 
 
 def _listing_hash(files: Sequence[File]) -> str | None:
-    """xxh3_128 of files' names, sizes and times; None where some lie in a store, whose times say nothing."""
+    """Return the xxh3_128 of files' names, sizes and times; None for files in a store, where times mean nothing."""
     digest = xxhash.xxh3_128()
     for file in [side for one in files for side in (one, one.other) if side is not None]:
         if not isinstance(file.path, Path):
@@ -219,24 +219,23 @@ def open_source(
     join: Join | None = None,
     lengths: Lengths = ANY_LENGTH,
 ) -> Source:
-    """The corpus that ``spec`` names, listed and checked but not yet read.
+    """Open the corpus that ``spec`` names: list and check its files without reading them.
 
     ``"stdlib"`` is the Python source of the running interpreter's standard library; anything else is a path, or a URL
-    of an object store (``s3://``, ``gs://``): a folder
-    (read recursively, linked folders once, hidden files left out) or a file: text, JSON, JSON Lines, CSV, Parquet,
-    Arrow, also compressed, with the text in ``text_field``, or with conversations. With a ``source_field`` records are
-    pairs, ``text_field`` that of the target. ``format`` says which: ``"text"``,
-    a kind of conversation (``messages``, ``conversations`` or ``prompt``), or ``"auto"``: what the files agree on.
-    ``include``, ``exclude``, ``as_text`` and ``as_json``
-    (files to read as plain text or as JSON whatever their ending) take glob patterns on relative paths, where ``*``
-    also crosses folders and a folder's own path stands for all below it. What cannot be read is left out and listed;
-    ``strict`` makes it an error.
-    A text file is one document, or with ``join`` those of a directory are one together. Documents of other ``lengths``
-    are left out and listed.
+    of an object store (``s3://``, ``gs://``): a folder (read recursively, linked folders once, hidden files left out)
+    or a file: text, JSON, JSON Lines, CSV, Parquet, Arrow, also compressed, with the text in ``text_field``, or with
+    conversations. With a ``source_field`` records are pairs, and ``text_field`` is the field of the target. ``format``
+    selects the record type: ``"text"``, a kind of conversation (``messages``, ``conversations`` or ``prompt``), or
+    ``"auto"``: the type that the files agree on. ``include``, ``exclude``, ``as_text`` and ``as_json`` (files to read
+    as plain text or as JSON whatever their ending) take glob patterns on relative paths; ``*`` also crosses folders,
+    and a folder's own path stands for everything below it. Unreadable files and records are left out and listed; with
+    ``strict`` they raise an error.
+    A text file is one document, or with ``join`` the text files of a directory are joined into one. Documents of other
+    ``lengths`` are left out and listed.
 
-    Every file's schema or first records are looked at here. Raises ``DataError`` if there is nothing to read, if the
-    files leave a doubt whether they are conversations, or if the fields are in none of the files that should have them
-    and these are most of the source.
+    Every file's schema or first records are checked here. Raises ``DataError`` if there is nothing to read, if the
+    files are ambiguous about being conversations, or if files that make up most of the source lack the requested fields
+    and no other file has them.
     """
     kind, root = _locate(spec)
     selection = Selection(include=include, exclude=exclude, as_text=as_text, as_json=as_json)
@@ -254,7 +253,7 @@ def open_source(
     listed = listing.files
     if fields.kind == PAIRS:
         listed = aligned(listed, fields)
-    # No file is opened twice to see the same.
+    # No file is opened twice for the same information.
     checked = [(file, None if file.name in with_text else check(file, fields)) for file in listed]
     files = [file for file, problem in checked if problem is None]
     problems = [problem for _, problem in checked if problem is not None]
@@ -284,16 +283,16 @@ def open_source(
 
 
 def _is_read(file: File, problem: Skip | None) -> bool:
-    """Return whether a file is one that the source reads, after ``check``.
+    """Return whether the source reads a file, given the result of ``check``.
 
-    Also a text that is none, which reading leaves out: nobody has looked at those of a store, where each look is a
-    request, and a source is the same wherever it lies.
+    It also reads files that turn out not to be text, and skips them then: files in a store are not checked, since each
+    check costs a request, and a source must be the same at any location.
     """
     return problem is None or (file.format.kind == "text" and problem.reason != UNREADABLE)
 
 
 def _check_fields(spec: str, fields: Fields, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
-    """Raise ``DataError`` where the fields are most likely others: they are nowhere, and much would be lost."""
+    """Raise ``DataError`` if the fields are probably wrong: no file has them, and much would be lost."""
     reasons = [no_field_reason(field) for field in fields.names]
     if fields.kind not in ("text", PAIRS):
         reasons.append(NO_CONVERSATION)
@@ -318,7 +317,7 @@ def _check_fields(spec: str, fields: Fields, *, files: list[File], listed: list[
 
 
 def _check_unnamed(spec: str, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
-    """Raise ``DataError`` where most of the source are records of JSON that are not named so."""
+    """Raise ``DataError`` if most of the source consists of JSON records without a JSON ending."""
     lost = _lost_files([UNNAMED_JSON], files=files, listed=listed, problems=problems)
     if lost:
         raise DataError(
@@ -340,15 +339,15 @@ def _lost_files(reasons: Sequence[str], *, files: list[File], listed: list[File]
     return "\n".join(shown)
 
 
-# ----------------------------------------------------------------------------------------------------- where it lies
+# --------------------------------------------------------------------------------------------------------- locations
 
 
 def _locate(spec: str | Path) -> tuple[str, Location]:
-    """Kind and place of what a user named; ``DataError`` if there is nothing."""
+    """Return the kind and location of a source; raise ``DataError`` if it does not exist."""
     if spec == "stdlib":
         return "stdlib", Path(sysconfig.get_path("stdlib"))
     path = locate(spec)
-    # Each question to a store is a request: that of a folder comes last.
+    # Each query to a store is a request: the one for a folder comes last.
     if path.is_file():
         return "file", path
     if path.is_dir():
@@ -359,7 +358,7 @@ def _locate(spec: str | Path) -> tuple[str, Location]:
 
 
 def _nearest(path: Location) -> str:
-    """Advice for a place that is not there: what the deepest folder holds that is."""
+    """Return advice for a missing location: the contents of its deepest existing parent folder."""
     if isinstance(path, ObjectPath):
         parent: Location = path.parent
         names = list_names(parent)
@@ -377,7 +376,7 @@ def _nearest(path: Location) -> str:
 
 
 def no_text(spec: str, left_out: LeftOut) -> str:
-    """The message about a source without a document."""
+    """Return the error message for a source without a document."""
     reasons = "\n".join(f"  {line}" for line in left_out.lines()) or "  it is empty"
     return (
         f"source={spec} holds no text that can be used:\n{reasons}\n"

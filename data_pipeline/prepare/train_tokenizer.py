@@ -1,4 +1,4 @@
-"""Train a tokenizer on a sample of a corpus, which a file keeps while training goes on."""
+"""Training of a tokenizer on a sample of a corpus; a file keeps the sample during training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMAT = "longctx-sample-1"
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Texts of a corpus, and what was seen while they were drawn."""
+    """Sampled texts of a corpus, and counts taken while sampling."""
 
     texts: list[str]
     documents: int
@@ -44,9 +44,9 @@ class Sample:
 def draw_sample(
     documents: Iterable[Document], *, max_text_bytes: int, seed: int, progress: Progress | None = None
 ) -> Sample:
-    """Texts of at most ``max_text_bytes`` together, those with the smallest hash; memory never holds much more.
+    """Return the texts with the smallest hashes, at most ``max_text_bytes`` in total; memory never holds much more.
 
-    The choice does not depend on the order of the documents. One document is always in it.
+    The choice does not depend on the order of the documents. The sample always contains at least one document.
     """
     # A heap with the largest hash first: (−hash, number of the document, text).
     sample: list[tuple[int, int, str]] = []
@@ -70,12 +70,12 @@ def draw_sample(
 
 
 def sample_file(output: Path) -> Path:
-    """Where the sample for a model lies until the model is there."""
+    """Return the path of the sample for a model, which is kept until the model is written."""
     return output.with_name(f".{output.name}.sample")
 
 
 def save_sample(path: Path, sample: Sample, recipe: dict[str, Any]) -> None:
-    """Write a sample, all at once, with what it was drawn from."""
+    """Write a sample atomically, with the recipe that it was drawn by."""
     counts = {"documents": sample.documents, "text_bytes": sample.text_bytes, "marked": sample.marked}
     digest = xxhash.xxh3_128()
     with explained_writes(path):
@@ -89,14 +89,14 @@ def save_sample(path: Path, sample: Sample, recipe: dict[str, Any]) -> None:
 
 
 def load_sample(path: Path, recipe: dict[str, Any]) -> Sample | None:
-    """The sample in a file; None where there is none, or one of something else, or one that is not whole."""
+    """Return the sample in a file; None if it is missing, damaged or from another recipe."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with path.open("rb") as lines:
-            # First alone: a sample of something else need not be read whole.
+            # The header first: a sample of another recipe need not be read in full.
             header = json.loads(lines.readline())
             if header.pop("format") != FORMAT or header.pop("recipe") != recipe:
                 return None
-        # A sample fits into memory, twice too: training takes more.
+        # A sample fits into memory even twice: training takes more.
         content, _, recorded = path.read_bytes().rpartition(b"\n")
         if xxhash.xxh3_128_hexdigest(content + b"\n") != recorded.decode():
             return None
@@ -112,7 +112,7 @@ SMALLEST_VOCAB_SIZE = 4 + 256 + 1
 """Unknown, begin, end and padding; one id for each byte; one piece to learn."""
 
 _TRAINING_OPTIONS = {
-    # These options make decoding exact: any text comes back, spaces included.
+    # These options make decoding exact: any text is restored, spaces included.
     "byte_fallback": True,
     "normalization_rule_name": "identity",
     "add_dummy_prefix": False,
@@ -157,18 +157,17 @@ def train_tokenizer(
     stamp: dict[str, Any] | None = None,
     on_sample: Callable[[Sample, bool], None] | None = None,
 ) -> Tokenizer:
-    """Train a tokenizer on ``documents`` and write it to ``output``, all at once; the same input gives the same bytes.
+    """Train a tokenizer on ``documents`` and write it to ``output`` atomically; the same input gives the same bytes.
 
     ``kind`` is ``bpe``, ``unigram``, ``word`` or ``char`` of SentencePiece, or ``wordpiece`` (BERT), which has a mask,
-    and keeps upper case and accents if it is ``cased``. With ``fim`` three of the ids stand before the parts of a
-    document whose middle is to be filled in; with ``mask`` one stands for a masked token; so many ``sentinels`` stand
-    for spans that are taken out. Training holds the text in memory. Above ``max_text_bytes`` it therefore uses a sample
-    of whole documents, drawn by a hash of ``seed`` and text. Raises ``DataError`` for a ``vocab_size`` that the corpus
-    cannot fill.
+    and keeps upper case and accents if it is ``cased``. ``fim`` reserves three ids that precede the parts of a document
+    for fill-in-the-middle; ``mask`` reserves one for a masked token; ``sentinels`` is the number of ids for removed
+    spans. Training holds the text in memory. Above ``max_text_bytes`` it therefore uses a sample of complete documents,
+    drawn by a hash of ``seed`` and text. Raises ``DataError`` if the corpus cannot fill ``vocab_size``.
 
-    With ``stamp``, which says what the documents are, the sample is kept beside ``output`` until the model is there: a
-    training that was killed takes it from there, and reads no document. ``on_sample`` is told the sample and whether it
-    was kept.
+    With ``stamp``, which identifies the documents, the sample is kept next to ``output`` until the model is written: if
+    a training was killed, the next one uses this sample and reads no documents. ``on_sample`` receives the sample and
+    whether it came from such a file.
     """
     known = [*KINDS, WORDPIECE]
     if kind not in known:
@@ -191,7 +190,7 @@ def train_tokenizer(
     kept = sample_file(output)
     sample, recipe = None, None
     if stamp is not None:
-        # Neither kind nor size: who tries another one after a kill need not read the corpus again.
+        # Neither kind nor size: after a kill, another kind or size can be tried without reading the corpus again.
         recipe = {"source": stamp, "max_text_bytes": max_text_bytes, "seed": seed}
         sample = load_sample(kept, recipe)
     was_kept = sample is not None
@@ -208,7 +207,7 @@ def train_tokenizer(
             model = _learn(sample, vocab_size, kind, marks)
         write_atomically(output, model)
     except Exception:
-        # Nothing is left of what cannot be; an interrupt leaves the sample, as a kill does.
+        # A failed training leaves no files; an interrupt keeps the sample, as a kill does.
         with contextlib.suppress(OSError):
             kept.unlink()
         raise
@@ -217,7 +216,7 @@ def train_tokenizer(
 
 
 def _check_kind(kind: str, *, fim: bool, mask: bool, sentinels: int, cased: bool) -> None:
-    """DataError for what a kind of tokenizer does not have."""
+    """Raise DataError for options that a kind of tokenizer does not support."""
     if kind == WORDPIECE and (fim or sentinels):
         asked = "--fim" if fim else f"--sentinels {sentinels}"
         raise DataError(f"{asked} goes with SentencePiece's kinds, and --kind {kind} is BERT's. Try --kind bpe.")
@@ -228,7 +227,7 @@ def _check_kind(kind: str, *, fim: bool, mask: bool, sentinels: int, cased: bool
 
 
 def _learn_wordpiece(sample: Sample, vocab_size: int, *, cased: bool) -> bytes:
-    """The file of a WordPiece vocabulary of a sample."""
+    """Return the file content of a WordPiece vocabulary learned from a sample."""
     try:
         return learn_wordpiece(sample.texts, vocab_size, cased=cased)
     except VocabularySizeError as error:
@@ -243,8 +242,8 @@ def _learn_wordpiece(sample: Sample, vocab_size: int, *, cased: bool) -> bytes:
 
 
 def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -> bytes:
-    """The model file that the library learns from a sample; ``marks`` are control ids, which no text becomes."""
-    # Without spaces' own mark, which SentencePiece would learn as a space (our models spell it in bytes).
+    """Return the model file learned from a sample; ``marks`` become control ids, which no text encodes to."""
+    # Without the space mark, which SentencePiece would learn as a space (our models spell it in bytes).
     sentences = (part for text in sample.texts for part in text.split(SPACE_MARK) if part)
     model = io.BytesIO()
     try:
@@ -259,7 +258,7 @@ def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -
         )
     except (RuntimeError, OSError) as error:
         raise DataError(_explain_training(str(error), vocab_size)) from error
-    # Of words and characters the library takes as many as there are, without a word.
+    # For words and characters the library silently takes as many as there are.
     found = spm.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
     if found != vocab_size:
         raise DataError(_too_large(vocab_size, found))
@@ -267,7 +266,7 @@ def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -
 
 
 def _explain_training(message: str, vocab_size: int) -> str:
-    """SentencePiece's complaint in our words, with the size that works."""
+    """Return SentencePiece's error in our words, with the size that works."""
     if found := re.search(r"too high.*<= (\d+)", message, re.DOTALL):
         return _too_large(vocab_size, int(found[1]))
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):

@@ -1,8 +1,8 @@
-"""Train a WordPiece vocabulary (BERT's): whole words of a text, and pieces that go on a word.
+"""Training of a WordPiece vocabulary (BERT's): whole words of a text, and pieces that continue a word.
 
 Its pieces are those that SentencePiece's byte-pair encoding merges within words; BERT's own trainer was never
-published. Texts are cut into words as BERT's tokenizer does it, by the library that encodes with the file, and each
-word is then read from left to right as the longest pieces that there are. The same texts give the same file.
+published. Texts are split into words as in BERT's tokenizer, by the same library that later encodes with the file, and
+each word is then encoded from left to right as the longest known pieces. The same texts give the same file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OPTIONS = {
 
 
 class VocabularySizeError(ValueError):
-    """A vocabulary has more ids than texts have pieces, or fewer than they have letters."""
+    """Error for a vocabulary with more ids than the texts have pieces, or fewer than their letters need."""
 
     def __init__(self, *, least: int | None = None, most: int | None = None) -> None:
         super().__init__(least, most)
@@ -45,15 +45,15 @@ class VocabularySizeError(ValueError):
 
 
 def learn_wordpiece(texts: Sequence[str], vocab_size: int, *, cased: bool) -> bytes:
-    """The tokenizer.json of a vocabulary of these texts; ``cased`` keeps upper case and accents.
+    """Return the tokenizer.json of a vocabulary of these texts; ``cased`` keeps upper case and accents.
 
-    ``VocabularySizeError`` if the texts need more ids, or can fill fewer.
+    Raises ``VocabularySizeError`` if the texts need more ids, or can fill fewer.
     """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     letters, pieces = _pieces(_words(tokenizer, texts), vocab_size)
-    # Any word of known letters is spelt by them, at worst, so only letters that were never seen become [UNK].
+    # Any word of known letters can be spelled with them, so only letters never seen become [UNK].
     tokens = list(SPECIAL_TOKENS) + letters + [GOES_ON + letter for letter in letters] + pieces
     least = len(SPECIAL_TOKENS) + 2 * len(letters) + 1
     if vocab_size < least:
@@ -73,12 +73,12 @@ def learn_wordpiece(texts: Sequence[str], vocab_size: int, *, cased: bool) -> by
 
 
 def _words(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[str]:
-    """Yield each line's words with a space between them."""
+    """Yield each line's words, separated by spaces."""
     assert tokenizer.normalizer is not None
     assert tokenizer.pre_tokenizer is not None
     for text in texts:
         for line in text.splitlines():
-            # A space's own mark would be read as one.
+            # The space mark would be read as a space.
             cleaned = tokenizer.normalizer.normalize_str(line.replace(SPACE_MARK, " "))
             words = " ".join(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(cleaned))
             if words:
@@ -86,16 +86,16 @@ def _words(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[str]:
 
 
 def _pieces(lines: Iterator[str], vocab_size: int) -> tuple[list[str], list[str]]:
-    """The letters of the lines, and the pieces of several letters, the most useful first."""
+    """Return the letters of the lines, and the pieces of several letters, the most useful first."""
     model = io.BytesIO()
     try:
-        # If there are fewer pieces the library takes all of them.
+        # If there are fewer pieces, the library takes all of them.
         spm.SentencePieceTrainer.train(
             sentence_iterator=lines, model_writer=model, vocab_size=vocab_size, hard_vocab_limit=False, **_OPTIONS
         )
     except RuntimeError as error:
         if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
-            # The library counts its mark of a space and its unknown piece too.
+            # The library also counts its space mark and its unknown piece.
             raise VocabularySizeError(least=len(SPECIAL_TOKENS) + 2 * (int(found[1]) - 2) + 1) from error
         raise
     learned = spm.SentencePieceProcessor(model_proto=model.getvalue())
@@ -104,7 +104,7 @@ def _pieces(lines: Iterator[str], vocab_size: int) -> tuple[list[str], list[str]
         piece = learned.id_to_piece(number)
         if learned.is_unknown(number) or piece == SPACE_MARK:
             continue
-        # SentencePiece marks what begins a word, WordPiece what goes on with one.
+        # SentencePiece marks pieces that begin a word, WordPiece pieces that continue one.
         text = piece.removeprefix(SPACE_MARK)
         if len(text) == 1:
             letters.add(text)

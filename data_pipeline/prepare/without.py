@@ -1,8 +1,9 @@
-"""Leave shards out of a folder that is built: its manifest is written anew, by the offsets of the shards that stay.
+"""Removal of shards from a built folder: its manifest is rewritten from the offsets of the remaining shards.
 
-Those of a folder in a store are fetched for that, and stay in the cache for whoever reads the folder next.
+For a folder in a store, the remaining shards are fetched for that, and stay in the cache for later readers of the
+folder.
 
-The manifest that results is one of other data: its hash differs, documents have other numbers and blocks other rows.
+The new manifest describes other data: its hash differs, documents have other numbers and blocks other rows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from longctx.files import write_atomically
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOutShards:
-    """The result of ``leave_out``."""
+    """Result of ``leave_out``."""
 
     shards: tuple[str, ...]
     """Names of the shards that were left out, in the order of the manifest before."""
@@ -41,14 +42,13 @@ class LeftOutShards:
 
 
 def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOutShards:
-    """Write the manifest of a shard folder anew, without these shards. No other file is changed or removed.
+    """Rewrite the manifest of a shard folder without these shards. No other file is changed or removed.
 
-    Documents are counted by length anew, from the offsets of the shards that stay. The text's bytes shrink with the
-    tokens, because no shard records its own. What was counted over the whole source (skipped, inexact, duplicates)
-    stays.
+    The length histogram is recounted from the offsets of the remaining shards. The text bytes are scaled with the
+    tokens, because shards do not record their own. Counts over the full source (skipped, inexact, duplicates) are kept.
 
-    ConfigError for a name that the manifest does not list, and if no document would be left; DataError if another shard
-    is missing or cut short, and for a packed folder.
+    Raises ConfigError if a name is not in the manifest, or if no document would be left; DataError if another shard is
+    missing or truncated, or if the folder is packed.
     """
     found, manifest, copy = open_folder(folder)
     place: Location = found
@@ -99,13 +99,13 @@ def _check_names(shards: Sequence[str], manifest: Manifest, place: Location) -> 
             continue
         if shard in manifest.options.get(WITHOUT, []):
             raise ConfigError(f"{shard} is left out of {place} already.")
-        # A path, or a number, is easily given for a name.
+        # A path or a number is easily given instead of a name.
         nearest = get_close_matches(Path(shard).name, known, n=1, cutoff=0)
         raise ConfigError(f"{reprlib.repr(shard)} is no shard of {place}. Did you mean {', '.join(nearest)}?")
 
 
 def _histogram(shards: ShardSet) -> dict[str, int]:
-    """Count all documents by length. One shard after the other: the lengths of a large corpus would fill the memory."""
+    """Count all documents by length, one shard at a time: the lengths of a large corpus would fill the memory."""
     counts: Counter[str] = Counter()
     first = 0
     for entry in shards.manifest.shards:

@@ -1,4 +1,4 @@
-"""Read packed rows as a ``CompactBatch``, all of it or one rank's share: tokens, the ones behind them, documents."""
+"""Reading of packed rows as a ``CompactBatch``, complete or one rank's share: tokens, next tokens, documents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Runs = Sequence[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Share:
-    """The tokens of a micro-batch that one rank holds, its rows laid end to end."""
+    """Tokens of a micro-batch held by one rank, with the rows concatenated."""
 
     documents: PackedDocuments
     """Those of all ranks' tokens; they may end behind the rows: what is there is padding, documents of its own."""
@@ -44,7 +44,7 @@ Readable = Documents | SourceSide | Examples
 
 
 class Sources(NamedTuple):
-    """Of pairs: what an encoder reads beside the documents."""
+    """Source side of pairs, read by an encoder."""
 
     documents: SourceSide | Examples
     seq_len: int
@@ -59,9 +59,9 @@ def build_batch(
     masking: Masking | None = None,
     sources: Sources | None = None,
 ) -> CompactBatch:
-    """Rows of pieces as a batch [len(rows), seq_len]; a row without pieces is all padding.
+    """Build a batch [len(rows), seq_len] from rows of pieces; a row without pieces is all padding.
 
-    Reads only the pieces, and one token beyond each that was cut: that token is the target of the piece's last one.
+    Reads only the pieces, and one token beyond each cut piece: the target of its last token.
     """
     layout = Layout.of(rows, seq_len, of_pairs=sources is not None)
     batch = _read(shards, layout, _all_of(layout, len(rows) * seq_len), (len(rows), seq_len), masking=masking)
@@ -73,7 +73,7 @@ def build_batch(
 
 
 def _all_of(layout: Layout, num_tokens: int) -> Share:
-    """The share of a process that has all tokens."""
+    """Return the share of a process that holds all tokens."""
     return Share(layout.documents, [(0, num_tokens, 1)], None)
 
 
@@ -87,14 +87,14 @@ def build_share(
     sources: Sources | None = None,
     place_source: Place | None = None,
 ) -> tuple[CompactBatch, PackedDocuments]:
-    """One rank's part of the same batch, [1, t], and the documents of the whole one, padding behind the rows left out.
+    """Build one rank's share of the batch, [1, t], and return it with the documents of all ranks.
 
-    Reads this rank's tokens and one beyond each run of them, nothing else, where runs have a step of 1.
-    ``place_source`` says which of the sources' are this rank's; None: as ``place``.
+    The documents do not include padding after the rows. Reads only this rank's tokens and one beyond each run of them,
+    if runs have a step of 1. ``place_source`` selects this rank's tokens of the sources; None uses ``place``.
     """
     layout = Layout.of(rows, seq_len, of_pairs=sources is not None)
     batch = _share(shards, layout, place(layout.documents), seq_len, masking)
-    # Where the source's tokens lie is a question of its own: its rows have another length, and other documents.
+    # Sources are placed separately: their rows have another length, and other documents.
     if sources is not None:
         other = Layout.of([row.source for row in rows], sources.seq_len, of_pairs=True)
         share = (place_source or place)(other.documents)
@@ -105,14 +105,14 @@ def build_share(
 def _share(
     shards: Readable, layout: Layout, share: Share, seq_len: int, masking: Masking | None = None
 ) -> CompactBatch:
-    """One rank's part of one side."""
+    """Return one rank's share of one side."""
     num_tokens = sum(count for _, count, _ in share.runs)
-    # Experts' capacity is counted by rows.
+    # The capacity of experts is per row.
     return _read(shards, layout, share, (1, num_tokens), row_tokens=seq_len, masking=masking)
 
 
 def documents_of(rows: Sequence[Row], seq_len: int, *, of_pairs: bool = False) -> PackedDocuments:
-    """The documents of such a batch; nothing is read."""
+    """Return the documents of such a batch without reading tokens."""
     return Layout.of(rows, seq_len, of_pairs=of_pairs).documents
 
 
@@ -120,9 +120,9 @@ Lengths = tuple[int, ...]
 
 
 def lengths_of(rows: Sequence[Row], seq_len: int, source_seq_len: int = 0) -> Iterator[tuple[Lengths, ...]]:
-    """Yield the lengths of each row's documents, that of padding too: it is attended to as well.
+    """Yield the lengths of each row's documents, including padding, which is attended to as well.
 
-    Of pairs those of their sources stand beside them.
+    For pairs, yield the lengths of their sources as well.
     """
     for row in rows:
         own = documents_of([row], seq_len, of_pairs=source_seq_len > 0).lengths
@@ -134,7 +134,7 @@ def lengths_of(rows: Sequence[Row], seq_len: int, source_seq_len: int = 0) -> It
 
 @dataclass(slots=True)
 class _Buffer:
-    """What is read of a share, as it grows."""
+    """Growing buffer of a share's data."""
 
     ends: bytearray
     """A ``DocumentEnd`` of each document."""
@@ -152,7 +152,7 @@ class _Buffer:
 
     @classmethod
     def of(cls, layout: Layout, padding: int, tokens: list[np.ndarray]) -> _Buffer:
-        """An empty one for these tokens."""
+        """Return an empty buffer for these tokens."""
         ends = bytearray(layout.documents.num_documents)
         for number in layout.padding:
             ends[number] = DocumentEnd.PADDING
@@ -162,13 +162,13 @@ class _Buffer:
         return cls(ends, padding, dtype)
 
     def ids(self) -> np.ndarray:
-        """All entries: uint16 as in the shards of a vocabulary of up to 65,536 ids, else int32."""
+        """Return all entries: uint16 as in the shards of a vocabulary of up to 65,536 ids, otherwise int32."""
         # A tenth of the time that NumPy takes for each part.
         joined = bytearray().join(self.parts)  # pyright: ignore[reportArgumentType], arrays say so from Python 3.12 on
         if len(joined) == self.at * self.dtype.itemsize:
             # A vocabulary has fewer ids than int32, whatever the shards' type.
             return np.frombuffer(joined, _IDS.get(self.dtype, self.dtype))
-        # Of several types: runs with a step, or documents that are filled in beside others.
+        # Several types: runs with a step, or a mix of documents with and without fill-in-the-middle.
         return np.concatenate(self.parts, dtype=np.int32, casting="same_kind")
 
 
@@ -186,10 +186,10 @@ def _read(
     row_tokens: int = 0,
     masking: Masking | None = None,
 ) -> CompactBatch:
-    """The tokens of a share, and what belongs to them."""
+    """Read the tokens of a share, with their targets, documents and masks."""
     layout = layout.padded(share.documents)
     held = [_held(layout.documents, *run) for run in share.runs]
-    # All at once, so that each file is looked at once, and right before it is read.
+    # All at once, so that each file is checked once, and right before it is read.
     found = shards.slices(layout.wanted(held))
     buffer, tokens = _Buffer.of(layout, shards.padding, found), iter(found)
     for own, (start, count, step) in zip(held, share.runs, strict=True):
@@ -228,20 +228,20 @@ def _read(
 
 
 def _held(documents: PackedDocuments, start: int, count: int, step: int) -> list[Held]:
-    """What a run has of each document, from the first token of the run's own."""
+    """Return a run's part of each document, starting at the run's first token in it."""
     found = documents.within(start, start + (count - 1) * step + 1)
     if step == 1:
         return found
     on_step = ((number, first + (start - first) % step, last) for number, first, last in found)
-    # Of a document shorter than a step, none may be here.
+    # A document shorter than a step may have no token here.
     return [held for held in on_step if held[1] < held[2]]
 
 
 def _counted_targets(shards: Readable, layout: Layout, held: Iterable[list[Held]]) -> np.ndarray:
     """Return the runs of tokens of the micro-batch whose target counts, as pairs of bounds, int64 [2 · runs].
 
-    Of the documents that this rank has tokens of. A token's target is the one behind it in its document, so the runs
-    are those of the shards moved by one, cut where a piece is.
+    Only documents with tokens on this rank are included. A token's target is the next token of its document, so the
+    runs are those of the shards shifted by one, cut at the ends of pieces.
     """
     assert not isinstance(shards, Examples), "all of an example counts"
     found: list[np.ndarray] = [np.empty(0, np.int64)]
@@ -252,7 +252,7 @@ def _counted_targets(shards: Readable, layout: Layout, held: Iterable[list[Held]
         document, start, stop = piece
         bounds = shards.counted(document)
         if bounds is None:
-            # All but the document's first token, which is nobody's target.
+            # All but the document's first token, which is never a target.
             length = int(shards.lengths_of(np.array([document]))[0])
             bounds = np.array([1, max(length, 1)], np.int64)
         inside = np.clip(bounds - 1, start, stop).reshape(-1, 2)
@@ -269,7 +269,7 @@ def _masked(
     found: Sequence[np.ndarray],
     masking: Masking,
 ) -> np.ndarray:
-    """Return this rank's chosen tokens, and what is read in the place of each, int32 [2, chosen]."""
+    """Return this rank's chosen tokens and their replacements, int32 [2, chosen]."""
     pieces, local = [], 0
     for own, (start, count, step) in zip(held, share.runs, strict=True):
         for number, first, last in own:
@@ -293,7 +293,7 @@ def _masked(
 
 
 def _owner(shards: Readable, document: int) -> tuple[int, int]:
-    """A document's folder, and the number that draws for it are made by."""
+    """Return a document's folder, and the number that seeds its random draws."""
     if isinstance(shards, Examples):
         return 0, shards.key(document)
     folder = int(np.searchsorted(shards.first_documents, document, side="right")) - 1
@@ -301,7 +301,7 @@ def _owner(shards: Readable, document: int) -> tuple[int, int]:
 
 
 def _segments(examples: Examples, layout: Layout, share: Share, held: Sequence[list[Held]]) -> dict[str, torch.Tensor]:
-    """Where the second segments of documents with tokens here begin, and the first tokens that are here."""
+    """Return the starts of the second segments of documents with tokens here, and the first tokens that are here."""
     bounds = layout.documents.bounds
     seconds, firsts, local = np.zeros(layout.documents.num_documents, np.int64), [np.empty((0, 2), np.int32)], 0
     for own, (start, count, step) in zip(held, share.runs, strict=True):
@@ -318,13 +318,13 @@ def _segments(examples: Examples, layout: Layout, share: Share, held: Sequence[l
 
 
 def _num_inside(bounds: np.ndarray, start: int, count: int, step: int) -> int:
-    """Return how many of a run's tokens lie in runs with these bounds."""
+    """Return the number of a run's tokens inside runs with these bounds."""
     tokens = np.arange(start, start + count * step, step)
     return int((np.searchsorted(bounds, tokens, side="right") % 2).sum())
 
 
 def _sources(shards: Readable, layout: Layout) -> torch.Tensor | None:
-    """The source of each document; None where all have one."""
+    """Return the source of each document; None if there is only one source."""
     if len(shards.first_documents) == 1:
         return None
     sources = np.full(layout.documents.num_documents, -1)
@@ -336,7 +336,7 @@ def _sources(shards: Readable, layout: Layout) -> torch.Tensor | None:
 
 
 def _add_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[np.ndarray], start: int) -> None:
-    """Add the documents of a run of neighbours: one span, and another one behind each piece that was cut."""
+    """Add the documents of a contiguous run: one span, and another one after each cut piece."""
     ends = buffer.ends
     last_number, last_first, last = run[-1]
     if ends.count(DocumentEnd.PADDING, run[0][0], last_number + 1):
@@ -348,13 +348,13 @@ def _add_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[
     if following and following != len(own[-1]) - (last - last_first):
         _add_cut_run(buffer, layout, run, iter(own), start)
         return
-    # As most runs are: no padding, and at most the last piece was cut. All at once.
+    # The common case: no padding, and at most the last piece was cut. All at once.
     buffer.parts += own
     buffer.spans.append(Span(start, last - start, 1, buffer.at))
     buffer.num_tokens += last - start
     buffer.num_targets += num_entries - len(own)
     if not following:
-        # Nobody's target; but nothing that goes to a device is left as it was found.
+        # Never used as a target, but no uninitialized memory is sent to a device.
         buffer.parts.append(np.zeros(1, buffer.dtype))
         num_entries += 1
     elif last == layout.documents.bounds[last_number + 1]:
@@ -363,7 +363,7 @@ def _add_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[
 
 
 def _add_cut_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[np.ndarray], start: int) -> None:
-    """``_add_run`` of any pieces, one after the other."""
+    """Add the documents of a run of any pieces, one by one."""
     bounds, ends, parts = layout.documents.bounds, buffer.ends, buffer.parts
     at = span_at = buffer.at
     last, following, num_tokens, num_targets = start, 0, 0, 0
@@ -373,7 +373,7 @@ def _add_cut_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Itera
             parts.append(np.full(num, layout.padding_id(number, buffer.padding), buffer.dtype))
             at += num
             continue
-        # One token more than is here, unless the document ends.
+        # One token more than this rank has, unless the document ends.
         part = next(tokens)
         parts.append(part)
         size = len(part)
@@ -382,14 +382,14 @@ def _add_cut_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Itera
         num_tokens += num
         num_targets += size - 1
         if following and last == bounds[number + 1]:
-            # Cut here: the next document's first token would stand where its following one has to.
+            # Cut here: otherwise the next document's first token would be in the place of the following token.
             ends[number] = DocumentEnd.MORE
             buffer.spans.append(Span(start, last - start, 1, span_at))
             start, span_at = last, at
     if start < last:
         buffer.spans.append(Span(start, last - start, 1, span_at))
         if not following:
-            # Nobody's target; but nothing that goes to a device is left as it was found.
+            # Never used as a target, but no uninitialized memory is sent to a device.
             parts.append(np.zeros(1, buffer.dtype))
             at += 1
     buffer.at = at
@@ -398,7 +398,7 @@ def _add_cut_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Itera
 
 
 def _add_strided(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[np.ndarray], span: Span) -> None:
-    """Add the documents of every ``step``-th token: one span, what follows its tokens behind them."""
+    """Add the documents of a run of every ``step``-th token: one span, followed by the next tokens of its tokens."""
     bounds, step = layout.documents.bounds, span.step
     own, behind = np.zeros((2, span.count), buffer.dtype)
     for number, first, last in run:

@@ -1,9 +1,9 @@
-"""An epoch in blocks: some 65,000 documents are planned at a time, so a start costs the same whatever the corpus.
+"""Blocks of an epoch: about 65,000 documents are planned at a time, so startup costs the same for any corpus.
 
-A permutation that is stored nowhere deals the documents of an epoch out to blocks, and each block is packed by itself
-(``plan_parts``). So block b of epoch e is a function of (manifest, seq_len, seed, e, b): it can be planned without
-those before it, on any rank. How many rows an epoch has is known once all its blocks were planned; until then there is
-an estimate.
+A permutation computed on the fly assigns the documents of an epoch to blocks, and each block is packed separately
+(``plan_parts``). So block b of epoch e is a function of (manifest, seq_len, seed, e, b): it can be planned without the
+previous blocks, on any rank. The number of rows of an epoch is known only after planning all its blocks; before that
+there is an estimate.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DEAL = 0
 
 @dataclass(frozen=True)
 class PackReport:
-    """What a plan costs: of one epoch, or of the beginning of one, scaled to all of it."""
+    """Cost of packing: of one epoch, or of its first blocks, scaled to the full epoch."""
 
     rows: int
     tokens: int
@@ -69,7 +69,7 @@ class PackReport:
 
     @classmethod
     def of(cls, plans: Iterable[RowPlan], seq_len: int) -> PackReport:
-        """The sums of these plans."""
+        """Return the sums over these plans."""
         rows = packed = kept = tokens = cut = documents = 0
         pairs = None
         for plan in plans:
@@ -89,7 +89,7 @@ class PackReport:
 
     @classmethod
     def together(cls, reports: Sequence[PackReport], seq_len: int) -> PackReport:
-        """One of several corpora, or of several blocks."""
+        """Return the combined report of several corpora, or of several blocks."""
         pairs = [report.pairs_left_out for report in reports if report.pairs_left_out is not None]
         rows = sum(report.rows for report in reports)
         padding = sum(report.padding_tokens for report in reports)
@@ -106,9 +106,9 @@ class PackReport:
         )
 
     def scaled(self, documents: Fraction, tokens: Fraction, seq_len: int) -> PackReport:
-        """An estimate for so many times the documents, with so many times the tokens, of which these are a sample.
+        """Return an estimate for ``documents`` times the documents and ``tokens`` times the tokens of this sample.
 
-        Rows grow as the tokens that are packed into them do.
+        Rows grow in proportion to the tokens packed into them.
         """
         rows, packed = math.ceil(self.rows * tokens), round(self.tokens * tokens)
         pairs = self.pairs_left_out
@@ -128,7 +128,7 @@ class PackReport:
 
 @dataclass(frozen=True)
 class Deal:
-    """How the documents of an epoch are dealt out to blocks."""
+    """Assignment of an epoch's documents to blocks."""
 
     num_blocks: int
     run_documents: int = 1
@@ -136,21 +136,21 @@ class Deal:
 
     @classmethod
     def of(cls, documents: int, tokens: int, shards: int, seq_len: int) -> Deal:
-        """That of a corpus: as many blocks as still have enough documents and rows, and at least one."""
-        # So many that each has enough documents, and enough tokens for its rows …
+        """Return the assignment for a corpus: as many blocks as still have enough documents and rows, at least one."""
+        # As many as leave each block enough documents, and enough tokens for its rows …
         most = min(documents // MIN_DOCUMENTS, tokens // (MIN_ROWS * seq_len))
-        # … unless that would make one too large: short documents in very long rows, or very long ones in short rows.
+        # … unless a block would be too large: short documents in very long rows, or very long ones in short rows.
         least = max(-(-documents // MAX_DOCUMENTS), -(-tokens // (MAX_ROWS * seq_len)))
         num_blocks = max(1, most, min(least, documents))
         if shards <= MAX_FILES:
             return cls(num_blocks)
-        # One shard a run, or two where it crosses from one to the next.
+        # One shard per run, or two if it crosses from one to the next.
         return cls(num_blocks, max(1, documents // num_blocks // MAX_FILES))
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The first rows of a block, or of what was left of it, that were taken at one row length."""
+    """The first rows of a block, or of its remaining part, that were taken at one row length."""
 
     row_tokens: int
     rows: int
@@ -161,7 +161,7 @@ _Key = tuple[int, int, int, tuple[Stretch, ...]]
 
 
 class BlockPlanner:
-    """The rows of a shard folder, block by block. It holds two blocks at a time. Threads may share it."""
+    """Planner of a shard folder's rows, block by block. It holds two blocks at a time and is thread-safe."""
 
     _HELD = 2
     """Blocks in memory: the one that is read, and the next."""
@@ -179,10 +179,10 @@ class BlockPlanner:
         fim: Fim | None = None,
         source_seq_len: int = 0,
     ) -> None:
-        """``deal`` is that of the corpus unless it is given. ``fim`` is what ``packing.fim`` means for this folder.
+        """Initialize; ``deal`` defaults to that of the corpus, and ``fim`` is ``packing.fim`` resolved for this folder.
 
-        ``source_seq_len`` bounds the sources of a row of pairs. ConfigError for pairs without it, and for it without
-        pairs.
+        ``source_seq_len`` bounds the sources of a row of pairs. Raises ConfigError for pairs without it, and if it is
+        set without pairs.
         """
         self._tokens_around = 0
         if packing.examples is None:
@@ -206,10 +206,10 @@ class BlockPlanner:
     def plan(
         self, epoch: int, block: int, *, row_tokens: int | None = None, before: tuple[Stretch, ...] = ()
     ) -> RowPlan:
-        """Return the rows of a block; wait if a thread is planning it. DataError for shards that cannot be read.
+        """Return the rows of a block; wait if a thread is planning it. Raise DataError if shards cannot be read.
 
-        They have ``seq_len`` tokens unless it is another number, and are those of what is left of the block after the
-        stretches ``before``.
+        Rows have ``row_tokens`` tokens, by default ``seq_len``, and are made of the part of the block that remains
+        after the stretches ``before``.
         """
         key = (epoch, block, row_tokens or self._seq_len, before)
         future, is_new = self._claim(key)
@@ -218,37 +218,37 @@ class BlockPlanner:
         return future.result()
 
     def prepare(self, epoch: int, block: int, *, row_tokens: int | None = None) -> None:
-        """Have a block planned by a thread of its own, unless it is there or under way."""
+        """Plan a block in a background thread, unless it is already planned or being planned."""
         key = (epoch, block, row_tokens or self._seq_len, ())
         future, is_new = self._claim(key)
         if is_new:
-            # A daemon: a rank that ends by an error does not wait for the disk.
+            # A daemon: a rank that fails does not wait for the disk.
             thread = threading.Thread(target=self._fulfil, args=(future, key), name="longctx-plan", daemon=True)
             thread.start()
 
     def next_block(self, epoch: int, block: int) -> tuple[int, int]:
-        """Epoch and number of the block after this one."""
+        """Return epoch and number of the block after this one."""
         if block + 1 < self.num_blocks:
             return epoch, block + 1
         return epoch + 1, 0
 
     def documents(self, epoch: int, block: int) -> np.ndarray:
-        """The numbers of a block's documents, ascending [n], int64: shards are then read from front to back."""
+        """Return the numbers of a block's documents, int64 [n], ascending, so that shards are read front to back."""
         count = self._shards.num_documents
         runs = -(-count // self._run)
-        # As equal as can be: a last block of a few documents would be mostly padding.
+        # As equal as possible: a last block of a few documents would be mostly padding.
         numbers = np.arange(block * runs // self.num_blocks, (block + 1) * runs // self.num_blocks)
         if self._shuffle:
-            # Their order within the block is that of ``plan_parts``.
+            # Their order within the block is set by ``plan_parts``.
             numbers = np.sort(Permutation(runs, self._seed, epoch, _DEAL).at(numbers))
         documents = (numbers[:, None] * self._run + np.arange(self._run)).ravel()
         # The last run may be shorter.
         return documents[documents < count]
 
     def report(self, epoch: int = 0, *, documents: int = 1) -> PackReport:
-        """What packing an epoch costs: counted over the first blocks with at least so many documents, then scaled.
+        """Return the cost of packing an epoch, estimated from the first blocks with at least ``documents`` documents.
 
-        Blocks are counted until there is a row: an epoch without one has been counted to its end.
+        Counts are scaled to the epoch. Blocks are counted until there is a row, if necessary to the epoch's end.
         """
         least = -(-documents * self.num_blocks // max(self._shards.num_documents, 1))
         report, blocks, planned = PackReport.of([], self._seq_len), 0, 0
@@ -260,18 +260,18 @@ class BlockPlanner:
             return report
         tokens = self._shards.num_tokens - self._tokens_around * self._shards.num_documents
         if self._upsample or report.pairs_left_out is not None:
-            # What upsampling has of each document is not known before it is drawn; of pairs, how many there are says
-            # more than their tokens do, for those of the longest are in no row. Blocks have as many documents.
+            # Copies by upsampling are unknown until they are drawn; for pairs their number is a better measure than
+            # their tokens, since the longest pairs are in no row. Blocks have equal numbers of documents.
             tokens, planned = self.num_blocks, blocks
         return report.scaled(Fraction(self.num_blocks, blocks), Fraction(tokens, planned), self._seq_len)
 
     def no_row(self, instead: str = "") -> ConfigError | DataError:
-        """Return the error for epochs without a row, with what else would do."""
+        """Return the error for epochs without a row; ``instead`` adds another remedy to its message."""
         blocks = (self.documents(0, block) for block in range(self.num_blocks))
         return no_row(self._shards, self._packing.examples, (self._seq_len, self._source_seq_len), blocks, instead)
 
     def _claim(self, key: _Key) -> tuple[Future[RowPlan], bool]:
-        """The block's place among those that are held, and whether the caller has to plan it."""
+        """Return the block's future, and whether the caller has to plan it."""
         with self._lock:
             future = self._plans.get(key)
             is_new = future is None
@@ -283,11 +283,11 @@ class BlockPlanner:
         return future, is_new
 
     def _fulfil(self, future: Future[RowPlan], key: _Key) -> None:
-        """Plan a block, or keep the error for whoever asks for it."""
+        """Plan a block and set the result or exception of its future."""
         try:
             plan = self._planned(key)
         except BaseException as error:
-            # Not kept: whoever asks again, tries again.
+            # Not kept: the next request tries again.
             with self._lock:
                 self._plans.pop(key, None)
             future.set_exception(error)
@@ -295,9 +295,9 @@ class BlockPlanner:
             future.set_result(plan)
 
     def _planned(self, key: _Key) -> RowPlan:
-        """Plan the block: its documents, or what is left of them if another row length began within it.
+        """Plan the block: its documents, or the remaining ones if another row length began within it.
 
-        Nothing that was taken is planned again.
+        No token that was already taken is planned again.
         """
         epoch, block, row_tokens, before = key
         order: dict[str, Any] = {"seed": self._seed, "epoch": epoch, "block": block, "shuffle": self._shuffle}
@@ -313,12 +313,12 @@ class BlockPlanner:
 
 
 def _parts_of(shards: ShardSet, documents: np.ndarray, tokens_around: int) -> Parts:
-    """Return what is planned of these documents: all of each but ``tokens_around``, and none that has no more."""
+    """Return the parts of these documents to plan, without ``tokens_around``; drop documents without text."""
     lengths = shards.lengths_of(documents)
     if shards.manifest.has_sources:
         return Parts.whole(documents, lengths, shards.lengths_of(documents, "source"))
     if tokens_around:
-        # What has no text makes no example.
+        # A document without text makes no example.
         documents, lengths = documents[lengths > tokens_around], lengths[lengths > tokens_around] - tokens_around
     return Parts.whole(documents, lengths)
 
@@ -336,12 +336,12 @@ class FirstRows:
         source_seq_len: int = 0,
         packing: Packing = BEST_FIT,
     ) -> None:
-        """``deal`` is that of the folder unless it is given."""
+        """Plan enough blocks for ``max_rows``; ``deal`` defaults to that of the folder."""
         # No shuffle and no seed: losses of different runs are over the same rows.
         self._planner = BlockPlanner(
             shards, seq_len, shuffle=False, deal=deal, source_seq_len=source_seq_len, packing=packing
         )
-        # Blocks are planned until there are rows enough: of a large folder the first, or the first few.
+        # Plan blocks until there are enough rows: for a large folder only the first, or the first few.
         counts: list[int] = []
         while len(counts) < self._planner.num_blocks and (max_rows is None or sum(counts) < max_rows):
             counts.append(self._planner.plan(0, len(counts)).num_rows)
@@ -353,10 +353,10 @@ class FirstRows:
             raise self._planner.no_row(", or validation.rows=0 for a run without validation")
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return self._num_rows
 
     def __getitem__(self, row: int) -> Row:
-        """A row by its number."""
+        """Return a row by its number."""
         block = bisect.bisect_right(self._first_rows, row) - 1
         return self._planner.plan(0, block).row(row - self._first_rows[block])

@@ -1,4 +1,4 @@
-"""What no row can be packed of: each check and each error says what would do instead."""
+"""Checks for data that cannot be packed into rows; each error suggests an alternative."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ONE_FOLDER = "put their sources into one folder CORPUS, and name what `longctx 
 
 
 def check_sides(shards: ShardSet, source_seq_len: int) -> None:
-    """Raise ConfigError unless pairs come with a length of sources, and other documents without one."""
+    """Raise ConfigError unless pairs come with a source length, and other documents without one."""
     if shards.manifest.has_sources and not source_seq_len:
         raise ConfigError(
             f"{shards.folder} holds pairs: an encoder reads the source of each. Set data.source_seq_len, the most "
@@ -31,7 +31,7 @@ def check_sides(shards: ShardSet, source_seq_len: int) -> None:
 
 
 def check_one_folder(mixture: str | Path, examples: ExampleRule | None, source_seq_len: int) -> None:
-    """Raise ConfigError for a mixture that is read as pairs, or that examples would be made of."""
+    """Raise ConfigError if a mixture is used for pairs, or for examples made from texts."""
     if examples is not None:
         raise ConfigError(
             f"{examples} are made of the texts of one folder, and {mixture} is a mixture.\n"
@@ -45,7 +45,7 @@ def check_one_folder(mixture: str | Path, examples: ExampleRule | None, source_s
 
 
 def check_no_pairs(mixture: str | Path, sources: Iterable[tuple[str, Manifest]]) -> None:
-    """Raise ConfigError if a source of a mixture, with its name and manifest, holds pairs."""
+    """Raise ConfigError if a source of a mixture, given as name and manifest, holds pairs."""
     for name, manifest in sources:
         if manifest.has_sources:
             raise ConfigError(
@@ -57,9 +57,9 @@ def check_no_pairs(mixture: str | Path, sources: Iterable[tuple[str, Manifest]])
 def no_row(
     shards: ShardSet, examples: ExampleRule | None, budgets: tuple[int, int], blocks: Iterable[np.ndarray], instead: str
 ) -> ConfigError | DataError:
-    """Return the error for an epoch that has no row, its documents given in blocks, and what to do about it.
+    """Return the error for an epoch without rows, given its documents in blocks, with advice.
 
-    ``budgets`` are the tokens of a row and of its sources; ``instead`` is what else would do.
+    ``budgets`` are the tokens of a row and of its sources; ``instead`` is another remedy for the message.
     """
     if not shards.num_documents:
         return DataError(f"{shards.folder} holds no documents. Build it again from a source with text.")
@@ -81,13 +81,13 @@ def _no_pair_fits(
     shortest, wanted = budgets, budgets
     for documents in blocks:
         sides = shards.lengths_of(documents), shards.lengths_of(documents, "source")
-        # How much longer rows would have to be for each pair.
+        # Factor by which rows would have to be longer for each pair.
         factors = np.maximum(sides[0] / budgets[0], sides[1] / budgets[1])
         pair = int(factors.argmin())
         if factors[pair] < closest:
             closest, shortest = factors[pair], (int(sides[0][pair]), int(sides[1][pair]))
         if wanted == budgets:
-            # One block is enough to say how long most of them are.
+            # One block is enough to estimate the length of most of them.
             wanted = (_roomy(sides[0], budgets[0]), _roomy(sides[1], budgets[1]))
     return ConfigError(
         f"no pair of {shards.folder} fits data.seq_len={budgets[0]} and data.source_seq_len={budgets[1]}: the shortest "
@@ -97,7 +97,7 @@ def _no_pair_fits(
 
 
 def _roomy(lengths: np.ndarray, least: int) -> int:
-    """Return the first power of two that holds nine in ten of these lengths, or ``least`` if that does."""
+    """Return the smallest power of two that holds nine in ten of these lengths, or ``least`` if that suffices."""
     most = int(np.sort(lengths)[9 * len(lengths) // 10])
     if most <= least:
         return least

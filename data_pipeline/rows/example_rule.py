@@ -1,4 +1,4 @@
-"""``ExampleRule``: what packing has to know of examples that are made of texts."""
+"""``ExampleRule``: the properties of examples made from texts that packing needs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 
 
 class ExampleRule(Protocol):
-    """How long pieces of texts are once examples are made of them (``rows.examples``)."""
+    """Lengths of the examples made from pieces of texts (``rows.examples``)."""
 
     @property
     def has_segments(self) -> bool:
-        """Whether an example has two segments."""
+        """True if an example has two segments."""
         ...
 
     @property
@@ -21,13 +21,13 @@ class ExampleRule(Protocol):
         ...
 
     def most_tokens(self, seq_len: int, source_seq_len: int) -> int:
-        """Tokens of the longest piece whose example fits a row."""
+        """Return the tokens of the longest piece whose example fits into a row."""
         ...
 
     def lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens of the examples of pieces of these lengths."""
+        """Return the tokens of the examples of pieces of these lengths."""
         ...
 
     def source_lengths(self, lengths: np.ndarray) -> np.ndarray | None:
-        """Tokens of what an encoder reads beside each; None if it reads nothing."""
+        """Return the tokens of each example's encoder input; None if there is none."""
         ...

@@ -1,7 +1,7 @@
-"""``Examples``: what pieces of texts are made into before they are read: corrupted texts, or two segments in an order.
+"""``Examples``: training examples made from pieces of texts: corrupted texts, or two segments in some order.
 
-A piece counts a text's tokens without those that the tokenizer puts around it: the example has its own. How long that
-becomes is a function of the piece's length alone, so rows are planned without reading a token.
+A piece counts a text's tokens without those that the tokenizer puts around it: the example has its own. The length of
+an example depends only on the piece's length, so rows are planned without reading a token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What one piece has become."""
+    """Result of converting one piece."""
 
     tokens: np.ndarray
     source: np.ndarray | None = None
@@ -36,18 +36,18 @@ PieceOfEpoch = tuple[Piece, int]
 
 
 class Recipe(Protocol):
-    """Makes examples of a folder's pieces (``rows.spans``, ``rows.segments``)."""
+    """Maker of examples from a folder's pieces (``rows.spans``, ``rows.segments``)."""
 
     shards: ShardSet
     rule: ExampleRule
 
     def examples(self, pieces: Sequence[PieceOfEpoch]) -> list[Example]:
-        """The example of each piece; reads what it is made of."""
+        """Return the example of each piece, reading the texts needed for it."""
         ...
 
 
 class Examples:
-    """The examples of some pieces under numbers of their own; ``sources`` are their other side."""
+    """Examples of some pieces, numbered separately; ``sources`` is their other side."""
 
     is_masked = False
     first_documents = (0,)
@@ -60,7 +60,7 @@ class Examples:
 
     @classmethod
     def of_rows(cls, recipe: Recipe, rows: Sequence[Row]) -> tuple[Examples, list[Row]]:
-        """Those of all pieces of these rows, numbered from 0, and the rows of them."""
+        """Return the examples of all pieces of these rows, numbered from 0, and the rows of examples."""
         pieces: list[PieceOfEpoch] = []
         found = []
         for row in rows:
@@ -77,33 +77,33 @@ class Examples:
 
     @property
     def has_segments(self) -> bool:
-        """Whether each is of two segments."""
+        """True if each example has two segments."""
         return self._recipe.rule.has_segments
 
     @property
     def sources(self) -> Examples:
         """The other side of the same examples."""
         other = Examples(self._recipe, self._pieces)
-        # What one side has made serves the other.
+        # Both sides share the examples already made.
         other._made, other._is_source = self._made, True
         return other
 
     def slices(self, pieces: Iterable[Piece]) -> list[np.ndarray]:
-        """As ``ShardSet.slices``."""
+        """Return the tokens of pieces, as ``ShardSet.slices`` does."""
         wanted = list(pieces)
         self._make(number for number, _, _ in wanted)
         return [self._tokens(number)[start:stop] for number, start, stop in wanted]
 
     def segments(self, number: int) -> tuple[int, int]:
-        """``Example.second`` and ``Example.order`` of one."""
+        """Return ``Example.second`` and ``Example.order`` of an example."""
         self._make([number])
         return self._made[number].second, self._made[number].order
 
     def counted(self, index: int) -> None:
-        """None: all of a target is predicted, and nothing of a source."""
+        """Return None: all of a target is predicted, and nothing of a source."""
 
     def key(self, number: int) -> int:
-        """A number of the example's piece, whatever batch it is in: what is drawn for it is drawn by this."""
+        """Return a number for the example's piece, the same in any batch, that seeds its random draws."""
         (document, start, _), _ = self._pieces[number]
         return key64(document, start)
 
@@ -115,28 +115,28 @@ class Examples:
         return made.source
 
     def _make(self, numbers: Iterable[int]) -> None:
-        # In ascending order, in which texts lie: made once, whichever of the two sides asks first.
+        # In ascending order, the order of texts on disk; made once, by the first request of either side.
         new = sorted(set(numbers) - self._made.keys())
         if new:
             self._made.update(zip(new, self._recipe.examples([self._pieces[number] for number in new]), strict=True))
 
 
 def tokens_around(shards: ShardSet) -> tuple[int, int]:
-    """How many tokens the tokenizer puts before a text and behind it."""
+    """Return the number of tokens that the tokenizer puts before a text and after it."""
     tokenizer = shards.tokenizer()
     return len(tokenizer.begins_with), len(tokenizer.ends_with)
 
 
 def read_texts(shards: ShardSet, pieces: Iterable[Piece]) -> list[np.ndarray]:
-    """The tokens of each piece of a text, int32."""
-    # A document has a begin token in the shards, which is none of its text.
+    """Return the tokens of each piece of a text, int32."""
+    # In the shards a document has a begin token, which is not part of its text.
     before, _ = tokens_around(shards)
     found = shards.slices([(document, start + before, stop + before) for document, start, stop in pieces])
     return [tokens.astype(np.int32) for tokens in found]
 
 
 def check_texts(shards: ShardSet, objective: str, instead: str) -> None:
-    """ConfigError unless a folder holds texts; ``objective`` is the key that asks for them."""
+    """Raise ConfigError unless a folder holds texts; ``objective`` is the setting that requires them."""
     if not shards.is_masked and not shards.manifest.has_sources:
         return
     kind = "pairs" if shards.manifest.has_sources else "conversations"

@@ -1,4 +1,4 @@
-"""``FimDocuments``: documents as they are read where some are filled in in their middle (``rows.fim``)."""
+"""``FimDocuments``: documents as they are read, some of them with fill-in-the-middle (``rows.fim``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data_pipeline.shards.reader import Corpus, ShardSet
 
 
 class FimDocuments:
-    """Documents of which some are filled in: each folder's by its own ``Fim``."""
+    """Documents with fill-in-the-middle applied to some, by the ``Fim`` of each folder."""
 
     def __init__(self, documents: ShardSet | Corpus, fims: Sequence[Fim | None]) -> None:
         assert len(fims) == len(documents.first_documents), "one for each folder"
@@ -22,16 +22,16 @@ class FimDocuments:
         self.is_masked = documents.is_masked
 
     def check_files(self, documents: Iterable[int]) -> None:
-        """As the documents' own."""
+        """Check the files of these documents, as the wrapped documents do."""
         self._documents.check_files(documents)
 
     def slices(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
-        """``slice`` of each piece, behind ``check_files``."""
+        """Return ``slice`` of each piece, after ``check_files``."""
         self.check_files({document for document, _, _ in pieces})
         return [self.slice(document, start, stop) for document, start, stop in pieces]
 
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
-        """Tokens of each of these documents [n] as it is read, int64."""
+        """Return the tokens of each of these documents [n] as it is read, int64."""
         lengths = self._documents.lengths_of(documents).copy()
         folders = np.searchsorted(self.first_documents, documents, side="right") - 1
         for number, fim in enumerate(self._fims):
@@ -41,13 +41,13 @@ class FimDocuments:
         return lengths
 
     def counted(self, index: int) -> np.ndarray | None:
-        """As the documents' own: of a folder that says which tokens count nothing is filled in."""
+        """Return the wrapped documents' counted runs: folders that record them have no fill-in-the-middle."""
         return self._documents.counted(index)
 
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Tokens ``start`` to ``stop`` of a document as it is read; beyond its end there are none.
+        """Return tokens ``start`` to ``stop`` of a document as it is read; there are none beyond its end.
 
-        Of the document itself, only what lies in them is read.
+        Only the requested part of the document itself is read.
         """
         folder = bisect.bisect_right(self.first_documents, index) - 1
         fim, own = self._fims[folder], index - self.first_documents[folder]

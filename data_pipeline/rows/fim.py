@@ -1,15 +1,15 @@
 """Fill in the middle: some documents are read as prefix, suffix, middle, so that a model learns to fill a gap.
 
-"Efficient Training of Language Models to Fill in the Middle" (Bavarian et al., 2022, arXiv 2207.14255). A document that
-is drawn is one of some more tokens for plans and rows alike, so nothing is cut off and no token is lost:
+"Efficient Training of Language Models to Fill in the Middle" (Bavarian et al., 2022, arXiv 2207.14255). Plans and rows
+both treat a selected document as a few tokens longer, so nothing is cut off and no token is lost:
 
     begin <prefix> P <suffix> S <middle> M end              PSM
     begin <prefix> <suffix> S <middle> P M end              SPM
 
-Where P, M, S are the document's text, cut at two places. A document longer than a row is first cut into segments that
-each fill one, for a gap in one row would be filled from another. Rows of several lengths (a mixture's stages) are cut
-at multiples of each, so a segment is the largest number that divides them all. Which documents, where, and how are
-functions of (seed, document): the same in every epoch, for any ranks.
+P, M, S are the document's text, cut at two places. A document longer than a row is first cut into segments that each
+fill one row, so that a gap is never filled from another row. Rows of several lengths (a mixture's stages) are cut at
+multiples of each, so the segment length is the greatest common divisor of all lengths. The selection of documents,
+their cuts and their form are functions of (seed, document): the same in every epoch, for any ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DOCUMENTS, _CUTS, _SPM = 101, 102, 103
 
 @dataclass(frozen=True)
 class FimRule:
-    """How much of a corpus is filled in."""
+    """Rule that sets the share of documents with fill-in-the-middle, and their form."""
 
     rate: float
     """Share of the documents."""
@@ -53,11 +53,11 @@ class FimRule:
             raise ConfigError(f"data.fim_segment_tokens={self.segment_tokens} must be at least 0, which is a row's.")
 
     def for_rows(self, row_lengths: Sequence[int]) -> FimRule:
-        """Return the same rule with the segments that it means for rows of these lengths."""
+        """Return the same rule with the segment length resolved for rows of these lengths."""
         return replace(self, segment_tokens=self.segment_tokens or math.gcd(*row_lengths))
 
     def of_state(self, said: str) -> FimRule | None:
-        """Return the rule that a loader's state has, if it differs from this one in its segments at most."""
+        """Return the rule recorded in a loader's state; None if it differs from this one in more than its segments."""
         segments = re.fullmatch(r".* segments of (\d{1,16})", said)
         if segments is None:
             return None
@@ -71,7 +71,7 @@ class FimRule:
         return next((length for length in row_lengths if length % (self.segment_tokens or length)), None)
 
     def check_rows(self, row_lengths: Sequence[int]) -> None:
-        """Raise ConfigError if rows of these lengths would tear a segment's middle from its prefix or suffix."""
+        """Raise ConfigError if rows of these lengths would separate a segment's middle from its prefix or suffix."""
         length = self.cut_by(row_lengths)
         if length is not None:
             raise ConfigError(
@@ -81,13 +81,13 @@ class FimRule:
             )
 
     def __str__(self) -> str:
-        """As a loader's state has it."""
+        """Return the rule as recorded in a loader's state."""
         return f"{self.rate:g} filled in, {self.spm_rate:g} as SPM, segments of {self.segment_tokens}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fim:
-    """A rule, for the documents of one folder."""
+    """A fill-in-the-middle rule applied to the documents of one folder."""
 
     rule: FimRule
     seed: int
@@ -98,7 +98,7 @@ class Fim:
 
     @classmethod
     def of(cls, rule: FimRule, tokenizer: Tokenizer, *, seed: int, seq_len: int) -> Fim:
-        """ConfigError for a tokenizer without the three ids, and for segments that nothing fits in."""
+        """Return the rule for a folder; raise ConfigError if the three ids are missing or segments are too short."""
         ids = tokenizer.special.fim
         if ids is None:
             raise ConfigError(
@@ -125,28 +125,28 @@ class Fim:
 
     @property
     def _begins(self) -> int:
-        """Tokens before a document's text."""
+        """Number of tokens before a document's text."""
         return int(self.begin is not None)
 
     @property
     def _ends(self) -> int:
-        """Tokens behind it; every segment has them, so that a model learns where a middle ends."""
+        """Number of tokens after the text; every segment has them, so that a model learns where a middle ends."""
         return int(self.end is not None)
 
     @property
     def _overhead(self) -> int:
-        """Tokens of a segment that are no text, without the document's begin."""
+        """Tokens of a segment that are not text, without the document's begin."""
         return len(self.ids) + self._ends
 
     def lengths(self, documents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Tokens of each document as it is read, from those that it has: int64 [n]."""
+        """Return the tokens of each document as it is read, given its own tokens: int64 [n]."""
         body = lengths - self._begins - self._ends
         segments = self._segments(body)
         grown = lengths + len(self.ids) * segments + self._ends * (segments - 1)
         return np.where((body >= MIN_BODY) & self._draws(documents), grown, lengths)
 
     def parts(self, document: int, length: int, segment: int) -> Iterator[list[int] | tuple[int, int]]:
-        """Yield what a segment of a document is made of: ids, or first token and end of a stretch of the document."""
+        """Yield the parts of a segment of a document: ids, or the bounds (first, stop) of a stretch of the document."""
         first_text = self.segment_tokens - self._begins - self._overhead
         start = 0
         if segment:
@@ -155,7 +155,7 @@ class Fim:
         text = min(stop, length - self._begins - self._ends) - start
         key = key64(document, self.seed, _CUTS, segment)
         cuts = sorted((key % (text + 1), (key >> 32) % (text + 1)))
-        # Behind the document's begin.
+        # After the document's begin.
         at = self._begins + start
         prefix, middle, suffix = (at, at + cuts[0]), (at + cuts[0], at + cuts[1]), (at + cuts[1], at + text)
         head = [self.ids.prefix]
@@ -177,27 +177,27 @@ class Fim:
             yield [self.end]
 
     def _segments(self, body: np.ndarray) -> np.ndarray:
-        """Segments of documents with so many tokens of text."""
+        """Return the number of segments of documents with ``body`` tokens of text."""
         behind_first = body - (self.segment_tokens - self._begins - self._overhead)
         return 1 + np.maximum(0, -(-behind_first // (self.segment_tokens - self._overhead)))
 
     def _draws(self, documents: np.ndarray) -> np.ndarray:
-        """Which documents are drawn."""
-        # A share of 1 is no number below 2^64.
+        """Return which documents are selected, bool [n]."""
+        # A share of 1 is not representable below 2^64.
         if self.rule.rate >= 1:
             return np.ones(len(documents), bool)
         return fall_below(documents, self.rule.rate, self.seed, _DOCUMENTS)
 
 
 def fim_of(rule: FimRule | None, tokenizer: Callable[[], Tokenizer], *, seed: int, seq_len: int) -> Fim | None:
-    """What a rule means for a folder; None where it fills in nothing, and then the tokenizer is not loaded."""
+    """Return the rule for a folder; None, without loading the tokenizer, if there is no rule or its rate is 0."""
     if rule is None or not rule.rate:
         return None
     return Fim.of(rule, tokenizer(), seed=seed, seq_len=seq_len)
 
 
 def rule_of(fim: Fim | None) -> str | None:
-    """The rule as a loader's state has it; None where nothing is filled in."""
+    """Return the rule as recorded in a loader's state; None without fill-in-the-middle."""
     if fim is None:
         return None
     return str(fim.rule)

@@ -1,4 +1,4 @@
-"""``Layout``: where the pieces of several rows lie, laid end to end, with the padding between them."""
+"""``Layout``: positions of the pieces of several concatenated rows, with the padding between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Held = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Layout:
-    """Pieces of all rows one after the other, with those of padding at rows' ends."""
+    """Pieces of all rows one after the other, including padding pieces at the ends of rows."""
 
     documents: PackedDocuments
     """Where each piece begins, among the tokens of all rows."""
@@ -30,7 +30,10 @@ class Layout:
 
     @classmethod
     def of(cls, rows: Sequence[Row], seq_len: int, *, of_pairs: bool = False) -> Layout:
-        """That of these rows. Rows of pairs have as many documents on both sides: padding is one, if only empty."""
+        """Return the layout of these rows.
+
+        Rows of pairs always have a padding piece, possibly empty, so that both sides have equally many documents.
+        """
         lengths: list[int] = []
         firsts, padding = [0], []
         for row in rows:
@@ -43,30 +46,30 @@ class Layout:
         return cls(PackedDocuments.of_lengths(lengths, tuple(padding)), rows, firsts)
 
     def padded(self, documents: PackedDocuments) -> Layout:
-        """The same with padding behind the rows, ``documents`` of its own."""
+        """Return the same layout with ``documents`` that include padding after the rows."""
         if documents.padding is None:
             behind = range(self.firsts[-1], documents.num_documents)
             documents = PackedDocuments(documents.bounds, (*self.padding, *behind))
         return Layout(documents, self.rows, self.firsts)
 
     def wanted(self, runs: Iterable[list[Held]]) -> list[Piece]:
-        """What has to be read, run by run: the pieces of documents, and one token behind each."""
+        """Return the pieces to read, run by run: parts of documents, with one token after each."""
         bounds, wanted = self.documents.bounds, []
         for run in runs:
-            # The row that the pieces are of, and the number of the first piece behind it.
+            # The row of the pieces, its first piece, and the first piece after it.
             row, begin, behind = Row(), 0, 0
             for number, first, last in run:
                 if number >= behind:
                     row, begin, behind = self._row_of(number)
                 place = number - begin
-                # Behind the row's pieces, it is padding.
+                # After the row's pieces there is padding.
                 if place < len(row.lengths):
                     offset = row.starts[place] - bounds[number]
                     wanted.append((row.documents[place], first + offset, last + offset + 1))
         return wanted
 
     def piece(self, number: int) -> tuple[int, int, int] | None:
-        """Return the document of a piece, its first token there and the one behind the last; None for padding."""
+        """Return the document of a piece, its first token there and the one after the last; None for padding."""
         row, begin, _ = self._row_of(number)
         place = number - begin
         if place >= len(row.lengths):
@@ -75,7 +78,7 @@ class Layout:
         return row.documents[place], start, start + row.lengths[place]
 
     def epoch(self, number: int) -> int:
-        """Return the epoch that a piece is read in."""
+        """Return the epoch in which a piece is read."""
         row, begin, _ = self._row_of(number)
         # A plan of one epoch names none.
         if not row.epochs:
@@ -83,14 +86,14 @@ class Layout:
         return row.epochs[number - begin]
 
     def _row_of(self, number: int) -> tuple[Row, int, int]:
-        """The row of a piece, the number of its first one, and that of the next row's first one."""
-        # What is padding behind the rows counts as the last one's.
+        """Return the row of a piece, the number of its first piece, and the number of the next row's first piece."""
+        # Padding after the rows belongs to the last row.
         row = min(bisect.bisect_right(self.firsts, number), len(self.rows)) - 1
         behind = self.firsts[row + 1] if row + 1 < len(self.rows) else self.documents.num_documents
         return self.rows[row], self.firsts[row], behind
 
     def padding_id(self, number: int, padding: int) -> int:
-        """What fills a piece of padding: what fills rows, and 0 behind them."""
+        """Return the id that fills a padding piece: ``padding`` inside rows, and 0 after them."""
         if number < self.firsts[-1]:
             return padding
         return 0

@@ -1,12 +1,13 @@
-"""Masked tokens: some of a document's are chosen, read as something else, and predicted from the rest.
+"""Masked tokens: some tokens of a document are chosen, replaced, and predicted from the rest.
 
 "BERT" (Devlin et al., 2018, arXiv 1810.04805, §3.1): of the chosen tokens 80 % are read as the mask, 10 % as a token
-drawn from the vocabulary, 10 % as they are. Which ones, and as what, are functions of (seed, epoch, folder, document,
-position): the same for any ranks, threads and resumption. They are other ones in each epoch ("dynamic", RoBERTa,
+drawn from the vocabulary, 10 % as they are. The choice and the replacements are functions of (seed, epoch, folder,
+document, position): the same for any ranks, threads and resumption. They differ in each epoch ("dynamic", RoBERTa,
 arXiv 1907.11692, §4.1) unless the rule says ``static``.
 
-With whole words a word is chosen or left as one, by a draw for its first token. To find that, up to ``CONTEXT`` − 1
-tokens before a stretch are read with it; a longer word, or a text without any, is cut there.
+With whole words, a word is chosen or kept as a unit, by a draw for its first token. To find that token, up to
+``CONTEXT`` − 1 tokens before a stretch are read with it; a longer word, or a text without word boundaries, is cut
+there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CHOSEN, _KINDS, _RANDOM = 201, 202, 203
 
 @dataclass(frozen=True)
 class MaskRule:
-    """How much of a corpus is masked."""
+    """Rule that sets the share of masked tokens."""
 
     rate: float = 0.15
     """Share of the tokens, or of the words."""
@@ -47,10 +48,10 @@ class MaskRule:
 
 
 class Masking:
-    """A rule, for the documents of a run's folders. One tokenizer made them all."""
+    """A masking rule applied to the documents of a run's folders, which share one tokenizer."""
 
     def __init__(self, rule: MaskRule, folders: Sequence[ShardSet], *, seed: int) -> None:
-        """ConfigError for folders that nothing can be masked in."""
+        """Initialize; raise ConfigError if the tokenizer or the folders do not support masking."""
         self.rule, self.seed = rule, seed
         tokenizer = folders[0].tokenizer()
         if tokenizer.special.mask is None:
@@ -73,12 +74,12 @@ class Masking:
                 f"data.mask_whole_words=true needs a tokenizer whose pieces say where words begin; those of "
                 f"{tokenizer.path} do not. Set data.mask_whole_words=false."
             )
-        # A folder's tokens are masked alike in whatever mixture it is.
+        # A folder's tokens are masked in the same way in any mixture.
         self._folders = [int(shards.manifest.hash[:16], 16) for shards in folders]
 
     @property
     def context(self) -> int:
-        """Tokens before a stretch that have to be read with it."""
+        """Number of tokens before a stretch that have to be read with it."""
         if self.rule.whole_words:
             return CONTEXT - 1
         return 0
@@ -86,9 +87,10 @@ class Masking:
     def draw(
         self, folder: int, document: int, epoch: int, first: int, tokens: np.ndarray, before: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The chosen of a document's ``tokens`` from ``first`` on: index among them [n], and what each is read as [n].
+        """Return the chosen tokens of ``tokens``, as indices [n], and their replacements [n].
 
-        ``document`` counts in its folder; ``before`` are the ``context`` tokens in front, fewer at its beginning.
+        ``first`` is the position of ``tokens`` in the document, ``document`` is numbered within its folder, and
+        ``before`` holds the ``context`` preceding tokens, fewer at the document's beginning.
         """
         if self.rule.static:
             epoch = 0
@@ -104,7 +106,7 @@ class Masking:
         return chosen, np.where(is_mask, self._mask, np.where(is_random, random_ids, read_as)).astype(np.int32)
 
     def _units(self, place: np.ndarray, tokens: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """What each token is chosen by: its own place, or that of its word's first token."""
+        """Return the position that decides about each token: its own, or that of its word's first token."""
         if not self.rule.whole_words or not len(place):
             return place
         begin = place[0] - len(before)

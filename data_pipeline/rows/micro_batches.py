@@ -1,4 +1,4 @@
-"""Which rows of a step go through the model together, and on which rank: as much work on each. Pure arithmetic."""
+"""Assignment of a step's rows to micro-batches and ranks with balanced work. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The rows of one step, dealt out in their order: micro-batch after micro-batch, within one the data ranks."""
+    """The rows of one step, assigned in order: by micro-batch, and within one by data rank."""
 
     sizes: tuple[int, ...]
     """Rows of each micro-batch, the same on every data rank, so that ranks of a collective stay in step. They differ by
@@ -21,9 +21,9 @@ class MicroBatches:
 
     @classmethod
     def deal(cls, rows_per_step: int, *, most_rows: int, data_degree: int = 1) -> MicroBatches:
-        """The fewest micro-batches of at most ``most_rows`` rows, as equal as they can be.
+        """Return the fewest micro-batches of at most ``most_rows`` rows, as equal as possible.
 
-        ``rows_per_step`` are those of all data ranks, which they divide equally.
+        ``rows_per_step`` counts the rows of all data ranks, which share them equally.
         """
         rows, rest = divmod(rows_per_step, data_degree)
         assert rows > 0, f"{rows_per_step} rows over {data_degree} data ranks"
@@ -33,16 +33,16 @@ class MicroBatches:
         return cls((each + 1,) * larger + (each,) * (count - larger), data_degree)
 
     def __len__(self) -> int:
-        """Micro-batches that each data rank takes for one step."""
+        """Return the number of micro-batches that each data rank takes for one step."""
         return len(self.sizes)
 
     @property
     def largest(self) -> int:
-        """Rows of the largest one."""
+        """Number of rows of the largest one."""
         return self.sizes[0]
 
     def rows(self, number: int, data_rank: int) -> range:
-        """The step's rows in one micro-batch of one data rank."""
+        """Return the step's rows in one micro-batch of one data rank."""
         size = self.sizes[number]
         first = sum(self.sizes[:number]) * self.data_degree + data_rank * size
         return range(first, first + size)
@@ -54,21 +54,21 @@ _MOST_SWAPS = 64
 
 
 def balanced(costs: Sequence[int], micro_batches: MicroBatches, *, lockstep: bool = False) -> list[int]:
-    """The row at each place that ``micro_batches`` deals out: a permutation of a step's rows, whose work is ``costs``.
+    """Return the row at each place of ``micro_batches``: a permutation of a step's rows, balanced by ``costs``.
 
-    The costliest row goes to the rank that has least so far (longest processing time first, Graham 1969), and the
+    The costliest row goes to the rank with the least work so far (longest processing time first, Graham 1969), and the
     busiest rank then exchanges rows with the idlest one until they are even. Each rank begins with its costliest rows.
 
-    With ``lockstep``, where ranks wait for one another in each micro-batch and not only at the step's end, rows of like
-    work share a micro-batch, the costliest the first one: no other order has the busiest ranks of all micro-batches
-    do less together. Within it the costliest row goes to the rank that has least so far.
+    With ``lockstep``, ranks wait for one another in each micro-batch and not only at the step's end. Rows of similar
+    work then share a micro-batch, the costliest ones the first: this minimizes the sum of the busiest ranks' work over
+    all micro-batches. Within a micro-batch the costliest row goes to the rank with the least work so far.
 
-    One data rank takes rows in their order.
+    A single data rank takes rows in their order.
     """
     ranks = micro_batches.data_degree
     if ranks == 1:
         return list(range(len(costs)))
-    # Equal costs in the order of rows: every process must come to the same.
+    # Ties in the order of rows: every process must get the same result.
     rows = sorted(range(len(costs)), key=lambda row: -costs[row])
     loads = [0] * ranks
     if lockstep:
@@ -94,10 +94,10 @@ def balanced(costs: Sequence[int], micro_batches: MicroBatches, *, lockstep: boo
 
 
 def _dealt(rows: Sequence[int], costs: Sequence[int], loads: list[int]) -> list[list[int]]:
-    """Rows, costliest first, dealt out to ranks, equally many to each; adds to the ranks' ``loads``."""
+    """Return rows, costliest first, assigned to ranks, equally many to each; add their costs to ``loads``."""
     ranks = len(loads)
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    # Those with room, least load first.
+    # Ranks with room, least load first.
     waiting = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(waiting)
     for row in rows:
@@ -110,8 +110,9 @@ def _dealt(rows: Sequence[int], costs: Sequence[int], loads: list[int]) -> list[
 
 
 def _exchange(dealt: list[list[int]], costs: Sequence[int], loads: list[int]) -> None:
-    """Exchange two rows of the busiest and the idlest rank, those that leave them the most even, until none help."""
-    # As many rows on each rank: who takes the last ones has no choice left, and may end far above the others.
+    """Swap rows between the busiest and the idlest rank, choosing the swap that evens them most, until none helps."""
+    # Ranks have equally many rows: the one that takes the last rows may end far above the
+    # others.
     mean = sum(loads) / len(loads)
     for _ in range(_MOST_SWAPS):
         busiest, idlest = loads.index(max(loads)), loads.index(min(loads))

@@ -1,7 +1,7 @@
-"""The order of a run's rows: which documents stand in row n of all, for any number of ranks. Here that of one folder.
+"""Order of a run's rows: the documents in row n of all, for any number of ranks. This module has that of one folder.
 
-``data_pipeline.mixture.order`` has that of several. An order holds no position: the loader has one, and asks for what
-follows. Its state is read strictly, because a wrong row is trained on without an error.
+``data_pipeline.mixture.order`` has that of several. An order holds no position: the loader has one, and requests the
+rows after it. Its state is validated strictly, because training on a wrong row raises no error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IDENTITY = (
 
 @dataclass(frozen=True)
 class Position:
-    """Where a loader of one shard folder stands between two steps."""
+    """Position of a loader of one shard folder between two steps."""
 
     rows_consumed: int = 0
     """Of all steps and ranks."""
@@ -43,18 +43,18 @@ class Position:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next row."""
+        """Epoch of the next row."""
         return self.stream.epoch
 
     @property
     def counters(self) -> dict[str, int]:
-        """The numbers that make it up, by name."""
+        """The numbers that make up the position, by name."""
         own = {"rows_consumed": self.rows_consumed, "tokens_consumed": self.tokens_consumed}
         return own | {name: getattr(self.stream, name) for name in _OF_STREAM}
 
 
 def refuse_exclusions(state: Any) -> None:
-    """DataError for the state of a run whose folder had a list of excluded shards: its rows can be read no more."""
+    """Raise DataError for the state of a run with a list of excluded shards: its rows can no longer be read."""
     if isinstance(state, dict) and state.get("excluded"):
         raise DataError(
             "The loader state is that of a run with excluded shards, a list that this release does not read.\n"
@@ -64,21 +64,21 @@ def refuse_exclusions(state: Any) -> None:
 
 
 def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> Position:
-    """Return the position that a state names, for a loader of ``folder`` whose state is ``own``.
+    """Return the position that a state names, for a loader of ``folder`` with the state ``own``.
 
-    DataError for a state of other data or of another order.
+    Raises DataError if the state belongs to other data or another order.
     """
     if isinstance(state, dict) and state.get("plan_version") == 1:
         state = _in_blocks(state, own["num_blocks"], folder)
     if isinstance(state, dict):
-        # Releases that packed in one way alone did not name it.
+        # Releases with a single packing did not name it.
         state = {"packing": str(BEST_FIT)} | state
     refuse_exclusions(state)
-    # A missing field would be a silent default, and a field too many belongs to another release.
+    # A missing field would be a silent default, and an extra field belongs to another release.
     if not isinstance(state, dict) or set(state) != set(own):
         raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
     for name in _IDENTITY:
-        # That of pairs alone is in their states alone.
+        # source_seq_len is only in the states of pairs.
         if state.get(name) != own.get(name):
             raise DataError(
                 f"The loader state has {name}={shown(state.get(name))}, this run {own.get(name)!r} ({folder}).\n"
@@ -94,14 +94,14 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> P
     position = Position(counters["rows_consumed"], counters["tokens_consumed"], stream)
     block, epoch_row = stream.block, stream.epoch_row
     row = stream.block_row
-    # The rows of earlier blocks are not counted again: that would be to plan them all.
+    # The rows of earlier blocks are not counted again: that would mean planning them all.
     if epoch_row < row or (block == 0 and epoch_row != row):
         raise DataError(f"The loader state is damaged: row {row} of block {block} is not row {epoch_row} of its epoch.")
     return position
 
 
 def check_counters(counters: dict[str, Any]) -> None:
-    """DataError unless all are whole numbers of at least 0."""
+    """Raise DataError unless all are whole numbers of at least 0."""
     # type(), not isinstance(): in Python True is an int.
     if not all(type(value) is int and 0 <= value <= MOST_WHOLE for value in counters.values()):
         raise DataError(
@@ -110,7 +110,7 @@ def check_counters(counters: dict[str, Any]) -> None:
 
 
 def _in_blocks(state: dict[str, Any], num_blocks: int, folder: Path) -> dict[str, Any]:
-    """A state of plan version 1, which had no blocks, as one of today; DataError where it was another order."""
+    """Convert a state of plan version 1, which had no blocks; raise DataError if its order was different."""
     if num_blocks > 1:
         raise DataError(
             f"The loader state is of plan version 1: it ordered the whole corpus at once. This release orders {folder} "
@@ -122,40 +122,40 @@ def _in_blocks(state: dict[str, Any], num_blocks: int, folder: Path) -> dict[str
 
 
 class Order(Protocol):
-    """What a loader reads rows by. Positions are this order's own."""
+    """Row order used by a loader. Positions are specific to each order."""
 
     @property
     def fims(self) -> Sequence[Fim | None]:
-        """How the documents of each folder are filled in in their middle; None where they are read as they are."""
+        """Fill-in-the-middle of each folder's documents; None for a folder without it."""
         ...
 
     def start(self) -> Any:
-        """The position of the first row."""
+        """Return the position of the first row."""
         ...
 
     def rows(self, at: Any, count: int) -> tuple[list[Row], Any]:
-        """The next ``count`` rows, and the position behind them; DataError where there are no more."""
+        """Return the next ``count`` rows, and the position after them; raise DataError if there are no more."""
         ...
 
     def first_rows(self, most: int) -> list[Row]:
-        """The first rows, at most so many; fewer where there are no more."""
+        """Return the first ``most`` rows, or fewer if there are no more."""
         ...
 
     def state(self, at: Any) -> dict[str, Any]:
-        """A position as plain JSON, with all that must be the same for it to mean the same rows."""
+        """Return a position as plain JSON, with all values that must match for it to mean the same rows."""
         ...
 
     def read(self, state: dict[str, Any]) -> Any:
-        """The position that a state names; DataError for one of other data or of another order."""
+        """Return the position that a state names; raise DataError if it belongs to other data or another order."""
         ...
 
     def report(self, at: Any, *, documents: int = 1) -> PackReport:
-        """What packing costs in the epoch under way, judged by at least so many documents."""
+        """Return the cost of packing in the current epoch, estimated from at least ``documents`` documents."""
         ...
 
 
 class FolderOrder:
-    """The rows of one shard folder."""
+    """Order of the rows of one shard folder."""
 
     def __init__(
         self,
@@ -168,9 +168,7 @@ class FolderOrder:
         packing: Packing = BEST_FIT,
         source_seq_len: int = 0,
     ) -> None:
-        """``deal`` is that of the folder unless it is given; ``source_seq_len`` bounds the sources of a row of
-        pairs.
-        """
+        """Initialize; ``deal`` defaults to that of the folder, ``source_seq_len`` bounds a row's sources of pairs."""
         self._source_seq_len = source_seq_len
         self._shards, self._seq_len, self._seed, self._shuffle = shards, seq_len, seed, shuffle
         self._packing = packing
@@ -190,26 +188,26 @@ class FolderOrder:
         self._stream = Stream(self.planner)
 
     def start(self) -> Position:
-        """The position of the first row."""
+        """Return the position of the first row."""
         return Position()
 
     def rows(self, at: Position, count: int) -> tuple[list[Row], Position]:
-        """The next ``count`` rows, across as many blocks and epochs as they take.
+        """Return the next ``count`` rows, across as many blocks and epochs as needed, and the position after them.
 
-        ConfigError for the first rows of a run that would cut what it fills in.
+        Raises ConfigError at the first rows of a run if they would cut fill-in-the-middle segments.
         """
-        # Here and not when the order is made: a run that an older release began so goes on as it began.
+        # Checked here and not at construction, so that a run begun by an older release continues unchanged.
         if not at.rows_consumed and self._packing.fim is not None:
             self._packing.check_fim(self._packing.fim, [self._seq_len])
         rows, tokens, stream = self._stream.take(at.stream, count, self._seq_len)
         return rows, Position(at.rows_consumed + count, at.tokens_consumed + tokens, stream)
 
     def first_rows(self, most: int) -> list[Row]:
-        """The first rows."""
+        """Return the first ``most`` rows."""
         return self.rows(self.start(), most)[0]
 
     def state(self, at: Position) -> dict[str, Any]:
-        """A position, and what makes it one of this order."""
+        """Return a position, and the values that identify this order."""
         of_pairs = {}
         if self._source_seq_len:
             of_pairs["source_seq_len"] = self._source_seq_len
@@ -227,7 +225,7 @@ class FolderOrder:
         }
 
     def read(self, state: dict[str, Any]) -> Position:
-        """The position that a state names."""
+        """Return the position that a state names; raise DataError if the state does not fit this order."""
         at = read_position(state, self.state(self.start()), self._shards.folder)
         if not self._stream.has_row(at.stream):
             raise DataError(
@@ -237,9 +235,9 @@ class FolderOrder:
         return at
 
     def report(self, at: Position, *, documents: int = 1) -> PackReport:
-        """Return rows, padding, cuts and truncation of the epoch under way: an estimate if it has several blocks.
+        """Return rows, padding, cuts and truncation of the current epoch: an estimate if it has several blocks.
 
-        ConfigError if it has no row.
+        Raises ConfigError if the epoch has no row.
         """
         report = self.planner.report(at.epoch, documents=documents)
         if not report.rows:

@@ -1,8 +1,9 @@
-"""Packing: which pieces of which documents share a row, planned from lengths alone, before a token is read.
+"""Packing: assignment of pieces of documents to rows, planned from lengths alone, before a token is read.
 
-Documents longer than a row are cut into contiguous rows. Their remainders and short documents are packed by online
-best fit ("Fewer Truncations Improve Language Modeling", Ding et al., 2024, arXiv 2404.10830), unless ``Packing`` says
-otherwise. Nothing is dropped unless it does. The plan is a pure function of lengths, row length, seed, epoch and block.
+Documents longer than a row are cut into contiguous rows. Their remainders and short documents are packed by online best
+fit ("Fewer Truncations Improve Language Modeling", Ding et al., 2024, arXiv 2404.10830), unless ``Packing`` sets
+another method. Tokens are dropped only if it says so. The plan is a pure function of lengths, row length, seed, epoch
+and block.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ Piece = tuple[int, int, int]
 
 
 class Row:
-    """Pieces of documents, laid end to end; what is missing to a row's length is padding.
+    """Concatenated pieces of documents; the remainder of a row's length is padding.
 
-    Columns rather than a list of pieces: of a row of a million tokens a rank needs the lengths of all its pieces, and
-    documents and first tokens of a few.
+    Stored as columns rather than a list of pieces: for a row of a million tokens a rank needs the lengths of all
+    pieces, but the documents and first tokens of only a few.
     """
 
     __slots__ = ("documents", "epochs", "lengths", "source_lengths", "starts")
 
     def __init__(self, documents: Sequence[int] = (), starts: Sequence[int] = (), lengths: Sequence[int] = ()) -> None:
-        """The pieces' documents, first tokens and numbers of tokens, all as many."""
+        """Initialize with the pieces' documents, first tokens and token counts, all of equal length."""
         self.documents, self.starts, self.lengths = documents, starts, lengths
         self.epochs: Sequence[int] = ()
         """Of each piece, that it is read in; the stream that gives the row says so. Empty: all in the first."""
@@ -52,13 +53,13 @@ class Row:
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Row:
-        """The row of these pieces."""
+        """Return the row of these pieces."""
         columns = [*zip(*pieces, strict=True)] or [(), (), ()]
         documents, starts, stops = columns
         return cls(documents, starts, [stop - start for start, stop in zip(starts, stops, strict=True)])
 
     def __len__(self) -> int:
-        """Pieces."""
+        """Return the number of pieces."""
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -67,21 +68,22 @@ class Row:
             yield document, start, start + length
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same pieces."""
+        """Return whether both rows have the same pieces."""
         return isinstance(other, Row) and list(self) == list(other)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType], columns may change
 
     def __repr__(self) -> str:
-        """As it is made."""
+        """Return an expression that builds the row."""
         return f"Row.of({list(self)})"
 
 
 OPEN_ROWS = 128
 """Rows kept open for best fit. 64 were as tight as sorting the whole corpus (padding at most 0.4 % at 1M tokens)."""
 
-# Salts that keep the shuffles of an epoch apart: of documents, of the rows of each block (one for each), of the draw of
-# copies. Part of the plan's version, as the 0 of the permutation that deals documents out to blocks is.
+# Salts that make an epoch's random draws independent: the shuffles of documents and of each block's rows
+# (one salt per block), and the draw of copies. Part of the plan's version, as is the 0 of
+# ``rows.blocks``.
 _DOCUMENTS, _FIRST_ROWS, _COPIES = 1, 2, 3
 
 
@@ -91,7 +93,7 @@ _COPY_BIT = 48
 
 @dataclass(frozen=True)
 class Parts:
-    """What is packed: part ``i`` is tokens ``starts[i]`` to ``stops[i]`` of document ``documents[i]``. Arrays int64."""
+    """Input of packing: part ``i`` is tokens ``starts[i]`` to ``stops[i]`` of ``documents[i]``. Arrays int64."""
 
     documents: np.ndarray
     copies: np.ndarray
@@ -103,17 +105,17 @@ class Parts:
 
     @classmethod
     def whole(cls, documents: np.ndarray, lengths: np.ndarray, source_lengths: np.ndarray | None = None) -> Parts:
-        """These documents, each once."""
+        """Return these documents in full, each once."""
         zeros = np.zeros(len(documents), np.int64)
         return cls(documents, zeros, zeros, lengths, source_lengths)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each part."""
+        """Number of tokens of each part."""
         return self.stops - self.starts
 
     def at(self, numbers: np.ndarray) -> Parts:
-        """Those of these numbers, in their order."""
+        """Return the parts with these numbers, in the given order."""
         of_sources = self.source_lengths
         if of_sources is not None:
             of_sources = of_sources[numbers]
@@ -122,7 +124,7 @@ class Parts:
         )
 
     def joined(self) -> Parts:
-        """The same tokens, pieces that follow each other in one copy of a document as one part; in ascending order."""
+        """Return the same tokens in ascending order, with adjacent pieces of one document copy merged into one part."""
         if not len(self.documents):
             return self
         parts = self.at(np.lexsort((self.starts, self.copies, self.documents)))
@@ -131,7 +133,7 @@ class Parts:
             & (parts.copies[1:] == parts.copies[:-1])
             & (parts.starts[1:] == parts.stops[:-1])
         )
-        # Where neither the part before goes on nor this one does.
+        # Boundaries between parts that do not continue each other.
         firsts, lasts = parts.at(np.flatnonzero(np.append(True, ~goes_on))), np.flatnonzero(np.append(~goes_on, True))
         return replace(firsts, stops=parts.stops[lasts])
 
@@ -141,7 +143,7 @@ Kind = Literal["best_fit", "concatenate", "one_document"]
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents become rows."""
+    """Rule for packing documents into rows."""
 
     kind: Kind = "best_fit"
     """``concatenate``: laid end to end and cut wherever a row ends, which is what others are measured against.
@@ -168,11 +170,11 @@ class Packing:
             )
 
     def __str__(self) -> str:
-        """As a loader's state has it."""
+        """Return the rule as recorded in a loader's state."""
         said: str = self.kind
         if self.min_rest_tokens > 1:
             said += f", rests of at least {self.min_rest_tokens}"
-        # Without a share of its own it is there for the sources of a mixture, whose states name theirs.
+        # With a rate of 0 it is there only for a mixture's sources, whose states record their own rules.
         if self.fim is not None and self.fim.rate:
             said += f", {self.fim}"
         if self.examples is not None:
@@ -180,7 +182,7 @@ class Packing:
         return said
 
     def check_fim(self, rule: FimRule, row_lengths: Sequence[int]) -> None:
-        """Raise ConfigError if rows of these lengths would cut what the rule fills in."""
+        """Raise ConfigError if rows of these lengths would cut fill-in-the-middle segments."""
         if not rule.rate:
             return
         if self.kind == "concatenate":
@@ -213,32 +215,32 @@ class RowPlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the plan."""
+        """Number of rows of the plan."""
         return len(self.row_offsets) - 1
 
     @property
     def row_tokens(self) -> np.ndarray:
-        """Tokens of each row, without padding."""
+        """Number of tokens of each row, without padding."""
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._tokens_of(self.pieces.lengths))])
         return np.diff(ends[self.row_offsets])
 
     @cached_property
     def taken(self) -> int:
-        """Tokens of all rows, without padding."""
+        """Number of tokens of all rows, without padding."""
         return int(self._tokens_of(self.pieces.lengths).sum())
 
     def _tokens_of(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens that pieces of these lengths are in a row."""
+        """Return the number of tokens in a row for pieces of these lengths."""
         if self.examples is None:
             return lengths
         return self.examples.lengths(lengths)
 
     def row(self, index: int) -> Row:
-        """One row."""
+        """Return one row."""
         return self.rows(index, index + 1)[0][0]
 
     def rows(self, first: int, stop: int) -> tuple[list[Row], int]:
-        """Rows ``first`` to before ``stop``, and their tokens without padding."""
+        """Return rows ``first`` to ``stop`` (exclusive), and their tokens without padding."""
         ends = self.row_offsets[first : stop + 1].tolist()
         begin = ends[0]
         documents, starts, lengths = self._columns
@@ -256,11 +258,11 @@ class RowPlan:
 
     @cached_property
     def _columns(self) -> tuple[memoryview, memoryview, memoryview]:
-        """Documents, first tokens and lengths of all pieces: slices of these are cheap, and items plain integers."""
+        """Documents, first tokens and lengths of all pieces, as memory views with cheap slices and plain integers."""
         return self.pieces.documents.data, self.pieces.starts.data, self.pieces.lengths.data
 
     def parts_from(self, row: int) -> Parts:
-        """What stands in this row and those behind it, whole again where it was cut for them."""
+        """Return the parts in this row and later ones, rejoined if they were cut for these rows."""
         return self.pieces.at(np.arange(int(self.row_offsets[row]), len(self.pieces.starts))).joined()
 
 
@@ -278,14 +280,15 @@ def plan_parts(
 ) -> RowPlan:
     """Pack parts of documents (all of at least 1 token) into rows of at most ``seq_len`` tokens.
 
-    Pairs are whole, in rows with at most ``source_seq_len`` tokens of sources too; one that no row can hold is in none.
+    Pairs are never cut, and a row has at most ``source_seq_len`` tokens of sources; a pair that exceeds a row is
+    dropped.
 
     With ``shuffle``, a hash of (seed, epoch) orders the parts before they are packed, and then the rows. Without it,
     both keep the order of the parts.
     """
     assert min(seq_len, open_rows, int(parts.lengths.min(initial=1))) >= 1, "lengths and sizes are at least 1"
     if shuffle:
-        # Packed in shuffled order, so that the rows of an epoch mix other documents than those of the last.
+        # Packed in shuffled order, so that each epoch combines different documents in its rows.
         parts = parts.at(shuffled(parts.documents | parts.copies << _COPY_BIT, seed, epoch, _DOCUMENTS))
     if packing.examples is not None:
         budgets = (seq_len, source_seq_len)
@@ -297,7 +300,7 @@ def plan_parts(
         owners, starts, stops, rows = _whole_pairs(parts.lengths, parts.source_lengths, budgets, packing, open_rows)
     num_rows = int(rows.max(initial=-1)) + 1
     if shuffle:
-        # Rows are numbered as they were opened, which says something of their pieces' lengths.
+        # Rows are numbered in the order of opening, which depends on their pieces' lengths.
         rows = shuffled(np.arange(num_rows), seed, epoch, _FIRST_ROWS + block)[rows]
     pieces = parts.at(owners)
     pieces = replace(pieces, starts=pieces.starts + starts, stops=pieces.starts + stops)
@@ -315,18 +318,18 @@ def plan_parts(
 
 
 def _num_cut(parts: Parts, owners: np.ndarray, sizes: np.ndarray) -> int:
-    """Return how many parts have no row with all of them."""
+    """Return the number of parts that are not contained in a single row."""
     cut = len(np.unique(owners[sizes < parts.lengths[owners]]))
     if parts.source_lengths is None:
         return cut
-    # Pairs are whole, or in no row.
+    # Pairs are complete, or in no row.
     return len(parts.documents) - len(owners)
 
 
 def _whole_pairs(
     lengths: np.ndarray, source_lengths: np.ndarray, budgets: tuple[int, int], packing: Packing, open_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """As ``_pieces``, of pairs: those that a row can hold, whole."""
+    """Return pieces as ``_pieces`` does, for pairs: all that fit into a row, uncut."""
     if packing.kind == "concatenate":
         raise ConfigError("data.packing=concatenate cuts documents, and pairs are whole. Use best_fit or one_document.")
     owners = np.flatnonzero((lengths <= budgets[0]) & (source_lengths <= budgets[1]))
@@ -344,7 +347,7 @@ def _whole_pairs(
 def _examples(
     lengths: np.ndarray, rule: ExampleRule, budgets: tuple[int, int], packing: Packing, open_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """As ``_pieces``, of texts that examples are made of: rows have room for these."""
+    """Return pieces as ``_pieces`` does, for texts that become examples: rows have room for the examples."""
     if packing.kind == "concatenate":
         raise ConfigError(
             "data.packing=concatenate cuts wherever a row ends, and an example that is made of a text is whole.\n"
@@ -366,7 +369,7 @@ def _examples(
 def _pieces(
     lengths: np.ndarray, seq_len: int, packing: Packing, open_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Documents in their order as pieces: index of the document, start, stop, and row, numbered as rows are opened."""
+    """Return documents in order as pieces: document index, start, stop, and row, numbered in the order of opening."""
     if packing.kind == "concatenate":
         ends = np.cumsum(lengths)
         # A piece ends where its document or a row does.
@@ -385,7 +388,7 @@ def _pieces(
 
 
 def _cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Documents in their order as pieces of at most ``seq_len``: index of the document, start, stop."""
+    """Return documents in order as pieces of at most ``seq_len``: document index, start, stop."""
     # Rounded up: the remainder of a document is a piece too.
     counts = -(-lengths // seq_len)
     owners = np.repeat(np.arange(len(lengths)), counts)
@@ -395,8 +398,8 @@ def _cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _rows_of(sizes: np.ndarray, seq_len: int, open_rows: int) -> np.ndarray:
-    """The row of each piece, rows numbered as they are opened."""
-    # A piece that fills a row meets no other one: only the rest has to look for room.
+    """Return the row of each piece, numbered in the order of opening."""
+    # A piece that fills a row is alone in it: only the others have to be fitted.
     partial = np.flatnonzero(sizes < seq_len)
     openers = np.arange(len(sizes))
     openers[partial] = partial[_best_fit(sizes[partial].tolist(), seq_len, open_rows)]
@@ -405,13 +408,13 @@ def _rows_of(sizes: np.ndarray, seq_len: int, open_rows: int) -> np.ndarray:
 
 
 def _best_fit(sizes: Sequence[int], seq_len: int, open_rows: int) -> list[int]:
-    """For each piece the number of the piece that opened its row.
+    """Return for each piece the number of the piece that opened its row.
 
     A piece goes to the open row with the fewest free tokens that still holds it. When too many rows are open, the
-    fullest is closed: it is the least likely to find another piece.
+    fullest is closed: it is the least likely to fit another piece.
     """
     openers: list[int] = []
-    # Two lists side by side: free tokens of the open rows, ascending, and the piece that opened the row.
+    # Parallel lists: free tokens of the open rows, ascending, and the piece that opened each row.
     free: list[int] = []
     rows: list[int] = []
     for piece, size in enumerate(sizes):
@@ -425,11 +428,11 @@ def _best_fit(sizes: Sequence[int], seq_len: int, open_rows: int) -> list[int]:
         openers.append(row)
         if left == 0:
             continue
-        # The row goes back to where its free tokens keep the list ascending.
+        # Reinsert the row so that the list of free tokens stays ascending.
         again = bisect.bisect_left(free, left)
         free.insert(again, left)
         rows.insert(again, row)
-        # The fullest row stands first.
+        # The fullest row is first.
         if len(free) > open_rows:
             del free[0], rows[0]
     return openers
@@ -438,9 +441,12 @@ def _best_fit(sizes: Sequence[int], seq_len: int, open_rows: int) -> list[int]:
 def _best_fit_of_pairs(
     sizes: Sequence[int], source_sizes: Sequence[int], budgets: tuple[int, int], open_rows: int
 ) -> list[int]:
-    """As ``_best_fit`` under two budgets: the open row with the least room, as a share of both, that holds the pair."""
+    """Return openers as ``_best_fit`` does, with two budgets: a pair goes to the fitting row with the least room.
+
+    Room is the sum of the free shares of both budgets.
+    """
     openers: list[int] = []
-    # Open rows by their room, ascending: that, the free tokens of both sides, and the piece that opened the row.
+    # Open rows sorted by room: room, free tokens of both sides, and the piece that opened the row.
     rows: list[tuple[float, int, int, int]] = []
     for piece, (size, source_size) in enumerate(zip(sizes, source_sizes, strict=True)):
         # A row with less room than the pair takes cannot hold it.
@@ -467,7 +473,7 @@ MAX_FACTOR = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Upsampling:
-    """Documents of at least so many tokens stand in an epoch so many times, on average."""
+    """Rule that repeats documents of at least ``min_tokens`` tokens ``factor`` times per epoch, on average."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012, a mixture's file has nothing else
 
@@ -477,9 +483,9 @@ class Upsampling:
 
 
 def copies_of(parts: Parts, rules: tuple[Upsampling, ...], *, seed: int, epoch: int) -> Parts:
-    """Whole documents as often as the rules say, copies of one side by side; the last rule that fits is a document's.
+    """Repeat documents according to the rules, with copies adjacent; the last rule that matches a document applies.
 
-    A function of document, length, seed and epoch, as everything of a plan is.
+    A pure function of document, length, seed and epoch, like the rest of a plan.
     """
     factors = np.ones(len(parts.documents))
     for rule in rules:

@@ -1,15 +1,15 @@
-"""Two segments of a text, and whether they stand together: what a pair head is trained on beside masked tokens.
+"""Two segments of a text, and whether they belong together: the task of a pair head in addition to masked tokens.
 
     [CLS] first segment [SEP] second segment [SEP]
 
-"nsp" (BERT, Devlin et al., 2018, arXiv 1810.04805, §3.1): half of the second segments are a stretch of another document
-in the place of what follows. "sop" (ALBERT, Lan et al., 2019, arXiv 1909.11942, §3.1): half of the pairs have changed
-places. A piece is cut where one of its paragraphs begins, if the folder says where they do (`data build --paragraphs`);
-else where one of its words does.
+"nsp" (BERT, Devlin et al., 2018, arXiv 1810.04805, §3.1): half of the second segments are replaced by a stretch of
+another document. "sop" (ALBERT, Lan et al., 2019, arXiv 1909.11942, §3.1): half of the pairs are swapped. A piece is
+cut at the beginning of one of its paragraphs, if the folder records them (`data build --paragraphs`); otherwise at the
+beginning of one of its words.
 
-Where a piece is cut, whether its segments stand together and what stands there instead are functions of (seed, epoch,
-folder, document, position): the same for any ranks, threads and resumption. A stretch of another document has as many
-tokens as what it replaces, so an example is as long as its piece says.
+The cut of a piece, the decision to replace or swap and the replacement are functions of (seed, epoch, folder, document,
+position): the same for any ranks, threads and resumption. A stretch of another document has as many tokens as the
+segment that it replaces, so the length of an example follows from its piece.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _AROUND = 3
 _CANDIDATES = 16
 """Other documents that are asked for a stretch that is long enough; if none has one, the segments stay together."""
 
-# Salts; ``rows.spans`` has the ones before.
+# Salts; ``rows.spans`` has the previous ones.
 _CUT, _ORDER, _OTHER, _STRETCH = 401, 402, 403, 404
 
 
 @dataclass(frozen=True)
 class SegmentRule:
-    """What the second segment may be."""
+    """Rule for choosing the second segment."""
 
     kind: str
     """``nsp`` or ``sop``."""
     least_tokens, has_segments = 2, True
 
     def __str__(self) -> str:
-        """As a loader's state has it."""
+        """Return the rule as recorded in a loader's state."""
         return f"pairs of segments ({self.kind})"
 
     def lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens of the examples of pieces of these lengths."""
+        """Return the tokens of the examples of pieces of these lengths."""
         return lengths + _AROUND
 
     def source_lengths(self, lengths: np.ndarray) -> None:
-        """None: nothing is read beside an example."""
+        """Return None: an example has no encoder input."""
 
     def most_tokens(self, seq_len: int, source_seq_len: int) -> int:
-        """Tokens of the longest piece whose example fits a row; ConfigError if it has no two segments."""
+        """Return the tokens of the longest piece whose example fits into a row; raise ConfigError if none does."""
         if seq_len < _AROUND + self.least_tokens:
             raise ConfigError(
                 f"data.seq_len={seq_len} holds no two segments: with the {_AROUND} tokens around them they have at "
@@ -66,10 +66,10 @@ class SegmentRule:
 
 
 class Segments:
-    """A rule, for the documents of a folder."""
+    """A segment rule applied to the documents of a folder."""
 
     def __init__(self, rule: SegmentRule, shards: ShardSet, *, seed: int) -> None:
-        """ConfigError for a folder whose documents have no two segments."""
+        """Initialize; raise ConfigError if the folder or its tokenizer does not support two segments."""
         self.rule, self.seed, self.shards = rule, seed, shards
         key = f"model.pair_head={rule.kind}"
         check_texts(shards, key, "set model.pair_head=none")
@@ -91,7 +91,7 @@ class Segments:
         self._key = int(shards.manifest.hash[:16], 16)
 
     def examples(self, pieces: Sequence[PieceOfEpoch]) -> list[Example]:
-        """The two segments of each piece, in some order."""
+        """Return the two segments of each piece, in some order."""
         texts = read_texts(self.shards, [piece for piece, _ in pieces])
         cuts = [self._cut(*piece, tokens) for piece, tokens in zip(pieces, texts, strict=True)]
         # A hash's first bit.
@@ -102,7 +102,7 @@ class Segments:
             others = self._others([pieces[n] for n in wanted], [len(texts[n]) - cuts[n] for n in wanted])
             found = {n: other for n, other in zip(wanted, others, strict=True) if other is not None}
             seconds = dict(zip(found, read_texts(self.shards, found.values()), strict=True))
-            # Where no candidate was long enough, the piece stays as it is, and its label says so.
+            # If no candidate was long enough, the piece is kept unchanged and labeled accordingly.
             orders = [int(number in seconds) for number in range(len(pieces))]
         made = []
         for number, (tokens, cut, order) in enumerate(zip(texts, cuts, orders, strict=True)):
@@ -118,13 +118,13 @@ class Segments:
         return key64(key64(document, self._key), self.seed, epoch, start, salt, number)
 
     def _cut(self, piece: Piece, epoch: int, tokens: np.ndarray) -> int:
-        """How many of a piece's tokens are its first segment: drawn among the places where it may be cut."""
+        """Return the number of a piece's tokens in its first segment, drawn among the possible cuts."""
         document, start, stop = piece
         places = np.empty(0, np.int64)
         if self.shards.manifest.has_paragraphs:
             begins = self.shards.paragraphs(document) - self._around[0]
             places = begins[(begins > start) & (begins < stop)] - start
-        # Of one paragraph, or of a folder that keeps none: between two words, and at last between any tokens.
+        # With one paragraph, or a folder without paragraphs: cut between two words, or else between any tokens.
         if not len(places):
             places = np.flatnonzero(self._begins_word[tokens[1:]]) + 1
         if not len(places):
@@ -133,7 +133,7 @@ class Segments:
         return int(places[np.argmin(hashes)])
 
     def _others(self, pieces: Sequence[PieceOfEpoch], lengths: Sequence[int]) -> list[Piece | None]:
-        """A stretch of another document for each piece, of these lengths; None where no document asked has one."""
+        """Return a stretch of another document, of the given length, for each piece; None if no candidate has one."""
         count = self.shards.num_documents
         drawn = np.array(
             [[self._hash(*piece, _OTHER, number) % (count - 1) for number in range(_CANDIDATES)] for piece in pieces],
@@ -145,7 +145,7 @@ class Segments:
         text_tokens = (self.shards.lengths_of(asked) - sum(self._around))[inverse].reshape(drawn.shape)
         found: list[Piece | None] = []
         for piece, documents, tokens, wanted in zip(pieces, drawn, text_tokens, lengths, strict=True):
-            # The first candidate that is long enough: short documents are asked less often than long ones.
+            # The first candidate that is long enough: short documents are used less often than long ones.
             enough = np.flatnonzero(tokens >= wanted)
             if not len(enough):
                 found.append(None)

@@ -1,4 +1,4 @@
-"""``Sides``: what rows of pieces are read as: documents, pairs, or examples that are made of texts."""
+"""``Sides``: reading of rows as documents, as pairs, or as examples made from texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sides:
-    """Reads rows; both sides of them, if they have two."""
+    """Reader of rows, and of both sides of them, if they have two."""
 
     documents: Documents
     seq_len: int
@@ -45,14 +45,14 @@ class Sides:
     """Of texts that examples are made of."""
 
     def batch(self, rows: Sequence[Row]) -> CompactBatch:
-        """The rows as a batch [rows, seq_len]."""
+        """Return the rows as a batch [rows, seq_len]."""
         documents, rows, sources = self._sides(rows)
         return build_batch(documents, rows, self.seq_len, masking=self.masking, sources=sources)
 
     def share(
         self, rows: Sequence[Row], place: Place, place_source: Place | None = None
     ) -> tuple[CompactBatch, PackedDocuments, Lengths]:
-        """One rank's part of that batch; the documents of all of it, and the lengths of their sources."""
+        """Return one rank's share of that batch, the documents of all ranks, and the lengths of their sources."""
         documents, rows, sources = self._sides(rows)
         share, whole = build_share(
             documents, rows, self.seq_len, place, masking=self.masking, sources=sources, place_source=place_source
@@ -63,15 +63,15 @@ class Sides:
         return share, whole, of_sources
 
     def layout(self, rows: Sequence[Row]) -> PackedDocuments:
-        """The documents of such a batch; nothing is read."""
+        """Return the documents of such a batch without reading tokens."""
         return documents_of(self._sides(rows)[1], self.seq_len, of_pairs=self.source_seq_len > 0)
 
     def lengths(self, rows: Sequence[Row]) -> Iterator[tuple[Lengths, ...]]:
-        """Yield the lengths of each row's documents, and beside them those of their sources; nothing is read."""
+        """Yield the lengths of each row's documents, and of their sources if it has any, without reading tokens."""
         return lengths_of(self._sides(rows)[1], self.seq_len, self.source_seq_len)
 
     def segments(self, row: Row) -> list[tuple[np.ndarray, int, int]]:
-        """The examples of a row of two segments: tokens before masking, first token of the second, and their order."""
+        """Return the two-segment examples of a row: unmasked tokens, first token of the second segment, and order."""
         assert self.recipe is not None, "texts are read as they are"
         pieces = list(zip(row, row.epochs or [0] * len(row), strict=True))
         return [(made.tokens, made.second, made.order) for made in self.recipe.examples(pieces)]
@@ -90,12 +90,12 @@ class Sides:
 def sides_of(
     folders: Sequence[ShardSet], packing: Packing, seq_len: int, source_seq_len: int, *, seed: int
 ) -> dict[str, Any]:
-    """What is made of a folder's documents, by the fields of ``Sides``; nothing of texts that are read as they are."""
+    """Return the source or recipe of a folder's documents as fields of ``Sides``; empty for texts read unchanged."""
     if isinstance(packing.examples, SpanRule):
         spans = Spans(packing.examples, folders[0], seq_len=seq_len, source_seq_len=source_seq_len, seed=seed)
         return {"recipe": spans}
     if isinstance(packing.examples, SegmentRule):
-        # ConfigError for rows too short for two segments, before one is read.
+        # Raises ConfigError if rows are too short for two segments, before one is read.
         packing.examples.most_tokens(seq_len, source_seq_len)
         return {"recipe": Segments(packing.examples, folders[0], seed=seed)}
     if source_seq_len:
@@ -104,16 +104,16 @@ def sides_of(
 
 
 def masking_of(rule: MaskRule | None, folders: Sequence[ShardSet], *, seed: int) -> Masking | None:
-    """What a rule means for these folders; ConfigError where nothing in them can be masked."""
+    """Return a rule applied to these folders; raise ConfigError if they do not support masking."""
     if rule is None:
         return None
     return Masking(rule, folders, seed=seed)
 
 
 def documents_in(folders: Sequence[ShardSet], fims: Sequence[Fim | None] = ()) -> Documents:
-    """The documents of all folders under one numbering, filled in where ``fims`` say so.
+    """Return the documents of all folders under one numbering, with fill-in-the-middle according to ``fims``.
 
-    DataError for folders of different tokenizers.
+    Raises DataError for folders of different tokenizers, and ConfigError for fill-in-the-middle of conversations.
     """
     documents: ShardSet | Corpus = folders[0]
     if len(folders) > 1:

@@ -1,15 +1,15 @@
-"""Corrupted spans: of a text an encoder reads what is left of it, and the decoder writes what is missing.
+"""Corrupted spans: the encoder reads the remainder of a text, and the decoder writes the missing spans.
 
-"T5" (Raffel et al., 2019, arXiv 1910.10683, §3.1.4 and §3.3.4): of a piece of n tokens a share is taken out, in spans
-of some tokens on average. Each span leaves a sentinel of its own, in their order; the target is each sentinel and what
-stood there, and the end. Spans and what is left between them begin with what is left and alternate, each cut at random
-places, as T5's own ``random_spans_noise_mask`` does.
+"T5" (Raffel et al., 2019, arXiv 1910.10683, §3.1.4 and §3.3.4): a share of a piece of n tokens is removed, in spans of
+a given mean length. Each span is replaced by its own sentinel, in order; the target is each sentinel followed by its
+span, and the end. Kept stretches and removed spans alternate, beginning with a kept one, and both are cut at random
+places, as in T5's own ``random_spans_noise_mask``.
 
     text      Thank you for inviting me to your party last week
     source    Thank you <0> me to your party <1> week
     target    <0> for inviting <1> last
 
-Where a piece is cut is a function of (seed, epoch, folder, document, position): the same for any ranks, threads and
+The cuts of a piece are a function of (seed, epoch, folder, document, position): the same for any ranks, threads and
 resumption.
 """
 
@@ -28,13 +28,13 @@ from longctx.errors import ConfigError
 from longctx.mixing import mix64_array
 from longctx.tokenizer.sides import start_of_targets
 
-# Salts; ``rows.mask`` has the ones before.
+# Salts; ``rows.mask`` has the previous ones.
 _TAKEN, _LEFT = 301, 302
 
 
 @dataclass(frozen=True)
 class SpanRule:
-    """How much of a text is taken out."""
+    """Rule that sets the share of a text to remove, and the mean length of spans."""
 
     rate: float = 0.15
     """Share of the tokens."""
@@ -49,30 +49,30 @@ class SpanRule:
             raise ConfigError(f"data.span_length={self.length} must be at least 1 token. T5 has 3.")
 
     def __str__(self) -> str:
-        """As a loader's state has it."""
+        """Return the rule as recorded in a loader's state."""
         return f"spans of {self.length:g}, {self.rate:g} of the tokens"
 
     def taken(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens that are taken out of pieces of these lengths; of one token none."""
+        """Return the number of tokens removed from pieces of these lengths; 0 for a single token."""
         wanted = np.rint(lengths * self.rate).astype(np.int64)
         return np.minimum(np.maximum(wanted, 1), np.maximum(lengths - 1, 0))
 
     def spans(self, lengths: np.ndarray) -> np.ndarray:
-        """Spans that these tokens are in; as many parts are left."""
+        """Return the number of removed spans of pieces of these lengths; as many stretches are kept."""
         taken = self.taken(lengths)
         found = np.maximum(np.rint(taken / self.length).astype(np.int64), np.minimum(taken, 1))
         return np.minimum(found, lengths - taken)
 
     def source_lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens of the sources: what is left, a sentinel for each span, and the end."""
+        """Return the tokens of the sources: the kept tokens, a sentinel for each span, and the end."""
         return lengths - self.taken(lengths) + self.spans(lengths) + 1
 
     def lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Tokens of the targets: a start, each span behind its sentinel, and the end."""
+        """Return the tokens of the targets: a start, a sentinel and the tokens of each span, and the end."""
         return self.taken(lengths) + self.spans(lengths) + 2
 
     def most_tokens(self, seq_len: int, source_seq_len: int) -> int:
-        """Tokens of the longest piece of which both sides fit a row; ConfigError where none does."""
+        """Return the tokens of the longest piece of which both sides fit into a row; raise ConfigError if none does."""
         lengths = np.arange(1, 2 * (seq_len + source_seq_len) + 2)
         fits = (self.lengths(lengths) <= seq_len) & (self.source_lengths(lengths) <= source_seq_len)
         if not fits.any():
@@ -84,10 +84,10 @@ class SpanRule:
 
 
 class Spans:
-    """A rule, for the documents of a folder."""
+    """A span rule applied to the documents of a folder."""
 
     def __init__(self, rule: SpanRule, shards: ShardSet, *, seq_len: int, source_seq_len: int, seed: int) -> None:
-        """ConfigError for a folder whose texts cannot be corrupted, and for more spans than there are sentinels."""
+        """Initialize; raise ConfigError if the folder does not hold texts, or if there are too few sentinels."""
         self.rule, self.seed, self.shards = rule, seed, shards
         tokenizer = shards.tokenizer()
         self.sentinels = np.array(tokenizer.special.sentinels, np.int32)
@@ -107,21 +107,21 @@ class Spans:
         self._key = int(shards.manifest.hash[:16], 16)
 
     def examples(self, pieces: Sequence[PieceOfEpoch]) -> list[Example]:
-        """What is missing of each piece, and as its source what is left of it."""
+        """Return the removed spans of each piece as target, and the rest of it as source."""
         texts = read_texts(self.shards, [piece for piece, _ in pieces])
         return [self.corrupt(*piece, tokens) for piece, tokens in zip(pieces, texts, strict=True)]
 
     def corrupt(self, piece: Piece, epoch: int, tokens: np.ndarray) -> Example:
-        """The example of a piece with these tokens, int32."""
+        """Return the example of a piece with these tokens, int32."""
         document, start, _ = piece
         count = len(tokens)
         taken, spans = (int(of(np.array([count]))[0]) for of in (self.rule.taken, self.rule.spans))
         sentinels = self.sentinels[:spans, None]
         parts = (key64(document, self._key), self.seed, epoch, start)
-        # What is left comes first, and then in turns.
+        # Kept and removed stretches alternate, beginning with a kept one.
         sizes = np.stack([_segments(count - taken, spans, parts, _LEFT), _segments(taken, spans, parts, _TAKEN)], 1)
         cut = np.split(tokens, np.cumsum(sizes.ravel())[:-1])
-        # A piece too short for a span is copied: nothing is missing in its source, and its target is empty.
+        # A piece too short for a span is copied: its source is complete, and its target is empty.
         left, out = (cut[0::2], cut[1::2]) if spans else ([tokens], [])
         source = [part for pair in zip(left, sentinels, strict=False) for part in pair] or left
         target = [part for pair in zip(sentinels, out, strict=True) for part in pair]
@@ -130,10 +130,10 @@ class Spans:
 
 
 def _segments(count: int, parts: int, key: tuple[int, ...], salt: int) -> np.ndarray:
-    """Lengths [parts] of at least 1 that add up to ``count``: cut where the hashes of places are smallest."""
+    """Return random lengths [parts] of at least 1 that add up to ``count``; cuts have the smallest hashes."""
     if parts <= 1:
         return np.array([count] * parts, np.int64)
-    # Every choice of places is as likely as any other: their hashes are in any order.
+    # Every choice of places is equally likely: their hashes are in random order.
     places = np.arange(1, count)
     hashes = mix64_array(places.astype(np.uint64) ^ np.uint64(key64(*key, salt)))
     cuts = np.sort(places[np.argsort(hashes, kind="stable")[: parts - 1]])

@@ -1,7 +1,7 @@
-"""The rows of one shard folder, one after the other, for ever: blocks in their order, epoch behind epoch.
+"""Endless rows of one shard folder: blocks in order, epoch after epoch.
 
-The row length may change at any row. What is left of the block under way is then packed anew, and no token of it is
-lost or repeated: the position remembers how many rows were taken at which length.
+The row length may change at any row. The rest of the current block is then packed again, without losing or repeating a
+token: the position records how many rows were taken at each length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from data_pipeline.rows.pack import Row
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The next row of a stream: a function of what was taken before, whoever took it."""
+    """Position of the next row of a stream, a function of the rows taken before."""
 
     epoch: int = 0
     epoch_row: int = 0
@@ -29,8 +29,8 @@ class StreamPosition:
     """What was taken of this block at other lengths."""
 
     def moved(self, rows: int) -> StreamPosition:
-        """So many rows further, in this block."""
-        # Each step asks: ``replace`` takes twice as long.
+        """Return the position ``rows`` rows further, in this block."""
+        # Called in each step: ``replace`` takes twice as long.
         return StreamPosition(
             self.epoch,
             self.epoch_row + rows,
@@ -41,14 +41,14 @@ class StreamPosition:
         )
 
     def at_block(self, epoch: int, block: int) -> StreamPosition:
-        """At the beginning of a block that follows this one."""
+        """Return the position at the beginning of a later block."""
         epoch_row = self.epoch_row
         if epoch != self.epoch:
             epoch_row = 0
         return StreamPosition(epoch, epoch_row, block, 0, self.row_tokens)
 
     def at_length(self, row_tokens: int) -> StreamPosition:
-        """The same place, for rows of another length: what is left of the block is then packed anew."""
+        """Return the same position for rows of another length: the rest of the block is then packed again."""
         if row_tokens == self.row_tokens:
             return self
         before = self.before
@@ -62,7 +62,7 @@ BEGINNING = StreamPosition()
 
 
 class Stream:
-    """Takes rows from a planner. It holds no position: whoever asks has one."""
+    """Endless rows of a planner. It holds no position: the caller has one."""
 
     def __init__(self, planner: BlockPlanner) -> None:
         self.planner = planner
@@ -70,13 +70,14 @@ class Stream:
     def take(
         self, at: StreamPosition, count: int, row_tokens: int, *, epochs: int | None = None
     ) -> tuple[list[Row], int, StreamPosition]:
-        """The next ``count`` rows of at most ``row_tokens`` tokens, the tokens in them, and the position behind them.
+        """Return the next ``count`` rows of at most ``row_tokens`` tokens, their tokens, and the position after them.
 
-        Fewer where so many ``epochs`` end before. ConfigError or DataError if an epoch has no row at all.
+        Returns fewer rows if ``epochs`` epochs end before. Raises ConfigError or DataError if an epoch has no row at
+        all.
         """
         rows: list[Row] = []
         tokens = empty = 0
-        # What is left of the block is packed anew where its rows had another length so far.
+        # The rest of the block is packed again if its rows had another length so far.
         at = at.at_length(row_tokens)
         while len(rows) < count and (epochs is None or at.epoch < epochs):
             plan = self.planner.plan(at.epoch, at.block, row_tokens=row_tokens, before=at.before)
@@ -94,7 +95,7 @@ class Stream:
             tokens += found_tokens
             epoch, block = self.planner.next_block(at.epoch, at.block)
             if stop > plan.num_rows // 2:
-                # Planned beside the steps to come, which then never wait for it.
+                # Planned in parallel with the next steps, which then never wait for it.
                 self.planner.prepare(epoch, block, row_tokens=row_tokens)
             at = at.moved(stop - at.block_row)
             if stop == plan.num_rows:
@@ -102,16 +103,16 @@ class Stream:
         return rows, tokens, at
 
     def has_row(self, at: StreamPosition) -> bool:
-        """Whether there is a row at this position: of one that was read from a file nobody knows."""
+        """Return whether there is a row at this position, which may come from an untrusted file."""
         if at.block >= self.planner.num_blocks:
             return False
         taken: tuple[Stretch, ...] = ()
         stretches = at.before
-        # The first row of a block need not be there: it may have none.
+        # The first row of a block need not exist: the block may have none.
         if at.block_row:
             stretches = (*stretches, Stretch(at.row_tokens, at.block_row + 1))
         for stretch in stretches:
-            # Of a stretch that took all there was, nothing would be left to pack.
+            # If a stretch took all rows, no tokens would be left to pack.
             plan = self.planner.plan(at.epoch, at.block, row_tokens=stretch.row_tokens or None, before=taken)
             if plan.num_rows < stretch.rows:
                 return False

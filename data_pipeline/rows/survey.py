@@ -1,4 +1,4 @@
-"""How a run's rows will be: packing, documents by length, and the work of data ranks, before anything is computed."""
+"""Preview of a run's rows: packing, documents by length, and the work of data ranks, before any computation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STEPS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """The busiest data rank's work of each step as a multiple of the mean rank's.
+    """Work of the busiest data rank in each step as a multiple of the mean rank's.
 
-    In lockstep, that of each micro-batch's busiest one, all micro-batches together.
+    In lockstep, the sum over micro-batches of each one's busiest rank, as a multiple of the same mean.
     """
 
     in_order: list[float]
@@ -30,7 +30,7 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What a run will read."""
+    """Statistics of the rows that a run will read."""
 
     packing: PackReport
     steps_of_epoch: float
@@ -50,15 +50,15 @@ def survey(
     steps: int = STEPS,
     lockstep: bool = False,
 ) -> Survey:
-    """Plan the first rows of a run, reading no tokens: blocks with at least so many ``documents`` for the packing.
+    """Plan the first rows of a run without reading tokens; packing covers blocks with at least ``documents`` documents.
 
-    ``sides`` say what is read of the rows, and ``cost`` is the work of a row whose documents, and their sources, have
-    these lengths. Of a short epoch there are fewer ``steps``, at least one where a step has rows enough. With
+    ``sides`` defines how rows are read, and ``cost`` returns the work of a row from the lengths of its documents, and
+    of their sources. A short epoch has fewer ``steps``, at least one if it has enough rows for a step. With
     ``lockstep`` ranks wait for one another in each micro-batch.
     """
     packing = order.report(order.start(), documents=documents)
     rows_per_step = sum(micro_batches.sizes) * micro_batches.data_degree
-    # Rows of a second epoch would say nothing new.
+    # Rows of a second epoch would add no information.
     rows = order.first_rows(min(steps * rows_per_step, packing.rows))
     tokens: dict[str, int] = {}
     for row in rows:
@@ -81,9 +81,10 @@ def survey(
 
 
 def straggler(costs: Sequence[int], places: Sequence[int], micro_batches: MicroBatches, *, lockstep: bool) -> float:
-    """What ranks wait for over the mean rank's work, where the row ``places[n]`` lies at place n.
+    """Return the work that all ranks wait for, divided by the mean rank's work, with row ``places[n]`` at place n.
 
-    That is the busiest rank's work of the step; in lockstep the sum of each micro-batch's busiest one.
+    The work waited for is the busiest rank's in the step; in lockstep the sum over micro-batches of each busiest
+    rank's.
     """
     loads = np.array(
         [

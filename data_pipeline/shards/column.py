@@ -1,4 +1,4 @@
-"""``TokenColumn``: lists of token ids in a mapped file, each checked by its blocks before it is used."""
+"""``TokenColumn``: lists of token ids in a mapped file, whose blocks are checked before use."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class TokenColumn:
         # Plain integers come from a memory view, in a third of the time that numpy takes.
         self.tokens = _reader(path, blocks, self.values, memoryview(self.offsets), self._offsets_at, self._values_at)
         """Reads tokens ``start`` to ``stop`` of a row (to its end if None), as a view."""
-        # Tokens are read in runs; of everything else a few bytes here and there.
+        # Tokens are read in runs; everything else in a few scattered bytes.
         advise(values, mmap.MADV_NORMAL)
 
     def all_tokens(self) -> np.ndarray:
-        """The tokens of all rows, as a view."""
+        """Return the tokens of all rows, as a view."""
         self._blocks.check(self._values_at, self._values_at + self.values.nbytes)
         return self.values
 
     def lengths_of(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens of each of these rows."""
+        """Return the tokens of each of these rows."""
         if len(rows) * mmap.PAGESIZE >= self.offsets.nbytes:
-            # Some of every page, or nearly: one read of all is faster than one of each page.
+            # Touches nearly every page: one read of all is faster than one of each page.
             advise(self._offsets_buffer, mmap.MADV_WILLNEED)
         self._blocks.check_items(self._offsets_at + OFFSET * rows, 2 * OFFSET)
         starts, stops = self.offsets[rows], self.offsets[rows + 1]
@@ -49,7 +49,7 @@ class TokenColumn:
         return stops - starts
 
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Return the tokens of the longest row."""
         # All offsets, in one read.
         advise(self._offsets_buffer, mmap.MADV_WILLNEED)
         self._blocks.check(self._offsets_at, self._offsets_at + self.offsets.nbytes)
@@ -58,7 +58,7 @@ class TokenColumn:
         return longest
 
     def has(self, documents: int, tokens: int) -> bool:
-        """Whether there are so many rows and tokens."""
+        """Return whether the column has exactly so many rows and tokens."""
         if (len(self.offsets) - 1, len(self.values)) != (documents, tokens):
             return False
         ends = np.array([0, documents])
@@ -66,31 +66,32 @@ class TokenColumn:
         return self.offsets[ends].tolist() == [0, tokens]
 
     def _release_offsets(self) -> None:
-        """Take the pages of offsets out of this process; they stay in the system's cache.
+        """Remove the pages of offsets from this process; they stay in the system's cache.
 
-        A block has a few documents of every shard: a process would come to have the offsets of the whole corpus.
+        A block has a few documents of every shard: otherwise a process would accumulate the offsets of the entire
+        corpus.
         """
-        # Of a file that is mapped for reading: nothing can be lost.
+        # The file is mapped read-only: no data can be lost.
         advise(self._offsets_buffer, mmap.MADV_DONTNEED)
 
 
 def _reader(
     path: Path, blocks: Blocks, values: np.ndarray, offset_of: memoryview, offsets_at: int, values_at: int
 ) -> Callable[..., np.ndarray]:
-    """``TokenColumn.tokens``, which has what it needs at hand: a method would look it up for a third of its time.
+    """Return ``TokenColumn.tokens`` as a closure: a method would spend a third of its time on attribute lookups.
 
-    It does not know the column itself, which goes with its last user, and not when Python looks for circles.
+    The closure does not refer to the column, so the column is freed with its last user, without garbage collection.
     """
     token_bytes, num_tokens = values.itemsize, len(values)
 
     def tokens(row: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         if not blocks.all_seen:
             at = offsets_at + OFFSET * row
-            # ``check`` asks the same. Here it would take a quarter of the time of the whole read.
+            # ``check`` tests the same. Calling it here would take a quarter of the time of the entire read.
             if not (blocks.seen[at >> BLOCK_SHIFT] and blocks.seen[(at + 2 * OFFSET - 1) >> BLOCK_SHIFT]):
                 blocks.check(at, at + 2 * OFFSET)
         first, last = offset_of[row], offset_of[row + 1]
-        # A slice of wrong offsets would be another document's tokens, or fewer than the plan counts on.
+        # A slice with wrong offsets would be another document's tokens, or fewer than the plan expects.
         if not 0 <= first < last <= num_tokens:
             raise wrong_offsets(path)
         if stop is not None and first + stop < last:
@@ -108,15 +109,15 @@ def _reader(
 
 
 def wrong_offsets(path: Path) -> DataError:
-    """The error for documents that begin or end where they cannot."""
+    """Return the error for documents with invalid offsets."""
     return DataError(f"{path} is damaged: its documents do not follow each other. {ADVICE}")
 
 
 def place(part: pa.Buffer | None, content: pa.Buffer, path: Path) -> int:
-    """Where a column's buffer begins in the file; DataError where it is not in the file."""
+    """Return the offset of a column's buffer in the file; raise DataError if it is not in the file."""
     if part is None or not part.size:
         return 0
-    # Else it is in memory of its own, which advice for files would destroy.
+    # Otherwise it is in separate memory, which advice for files would destroy.
     if not content.address <= part.address <= content.address + content.size - part.size:
         raise DataError(f"{path} is compressed: its tokens cannot be mapped. Build the folder again.")
     return part.address - content.address

@@ -1,8 +1,8 @@
-"""Local copies of shard folders that cannot be mapped where they lie: in an object store, or packed.
+"""Local copies of shard folders that cannot be mapped in place: in an object store, or packed.
 
-Manifest and tokenizer come when the folder is opened, each shard when it is first used. One process of those that share
-a cache fetches it, the others wait. A shard has its name once it is whole and its checksum right, so nothing that was
-interrupted is ever read, and the next start goes on with what is missing.
+Manifest and tokenizer are fetched when the folder is opened, each shard when it is first used. Of the processes that
+share a cache one fetches it, and the others wait. A shard gets its name only when it is complete and its checksum is
+right, so no interrupted transfer is ever read, and the next start continues with the missing shards.
 """
 
 from __future__ import annotations
@@ -35,47 +35,47 @@ _SPARE_BYTES = 1 << 28
 
 
 class LocalCopy:
-    """The copy of one folder. ``open_folder`` makes it."""
+    """Local copy of one folder; built by ``open_folder``."""
 
     def __init__(self, origin: Location, folder: Path, manifest: Manifest, packing: PackedFolder | None) -> None:
         self.origin, self.folder = origin, folder
         self._manifest, self._packing = manifest, packing
 
     def missing(self) -> list[ShardEntry]:
-        """The shards that are not here yet."""
+        """Return the shards that are not fetched yet."""
         return [entry for entry in self._manifest.shards if not self._is_here(entry)]
 
     def check_room(self) -> None:
-        """DataError where the disk of the cache has no room for all that is missing."""
+        """Raise DataError if the cache's disk has no room for all missing shards."""
         self._check_room(sum(entry.bytes for entry in self.missing()))
 
     def bring(self, entry: ShardEntry) -> None:
-        """Fetch a shard and its sums unless they are here; DataError names what is missing or damaged where it lies."""
+        """Fetch a shard and its sums unless they are here; raise DataError if its origin is missing or damaged."""
         if self._is_here(entry):
             return
         path = self.folder / entry.file
         with explained_writes(path), _alone(path) as is_alone:
-            # Somebody else may have fetched it in the meantime.
+            # Another process may have fetched it in the meantime.
             if self._is_here(entry):
                 return
             if is_alone:
-                # Of processes that were killed: whoever has the lock is the only one that writes here.
+                # Left by killed processes: only the holder of the lock writes here.
                 for leftover in self.folder.glob(f".{entry.file}.*.tmp"):
                     leftover.unlink()
             self._check_room(entry.bytes)
-            # Before the shard, which stands for both.
+            # Before the shard, whose presence implies both.
             if entry.sums:
                 self._bring_sums(entry)
             with replaced_file(path) as temporary:
                 self._receive(entry, temporary)
 
     def drop(self, entry: ShardEntry) -> None:
-        """Remove a shard, and its sums, from the copy."""
+        """Remove a shard and its sums from the copy."""
         for name in (entry.file, sums_file(entry.file)):
             (self.folder / name).unlink(missing_ok=True)
 
     def lend_to(self, manifest: Manifest) -> None:
-        """Begin the copy of another manifest of the origin with the shards that are here: by links, in no room."""
+        """Begin the copy for another manifest of the origin with hard links to the shards that are here."""
         folder = _copy_of(self.origin, manifest, self.folder.parent)
         folder.mkdir(exist_ok=True)
         for entry in manifest.shards:
@@ -84,12 +84,12 @@ class LocalCopy:
                     os.link(self.folder / name, folder / name)
 
     def unlisted(self) -> list[str]:
-        """Shards and sums in the origin that nobody lists."""
+        """Return shards and sums in the origin that are not listed."""
         return unlisted(self.origin, self._manifest, self._packing)
 
     def _is_here(self, entry: ShardEntry) -> bool:
         try:
-            # One that was cut short by others is fetched again.
+            # A truncated file is fetched again.
             return (self.folder / entry.file).stat().st_size == entry.bytes
         except FileNotFoundError:
             return False
@@ -111,7 +111,7 @@ class LocalCopy:
         write_atomically(self.folder / source.name, content)
 
     def _receive(self, entry: ShardEntry, to: Path) -> None:
-        """Write a shard's bytes, unpacked, into ``to``; DataError where they are not those that are listed."""
+        """Write a shard's bytes, unpacked, into ``to``; raise DataError if they do not match the manifest."""
         packed = None
         if self._packing is not None:
             packed = self._packing.of(entry.file)
@@ -121,7 +121,7 @@ class LocalCopy:
             with source.open("rb") as raw, to.open("wb") as sink:
                 for block in _blocks(raw, packed, source):
                     size += len(block)
-                    # Of a file that was swapped for another, which could have any size.
+                    # The file was swapped for another, which could have any size.
                     if size > entry.bytes:
                         break
                     digest.update(block)
@@ -135,17 +135,17 @@ class LocalCopy:
 def open_folder(
     folder: str | Path | ObjectPath, cache: str | Path | None = None
 ) -> tuple[Path, Manifest, LocalCopy | None]:
-    """Where a shard folder can be mapped, its manifest, and the copy that this is; None where it is the folder itself.
+    """Return the path to map a shard folder at, its manifest, and its ``LocalCopy``; None if it is mapped in place.
 
-    Copies lie in ``cache``, else in ``data`` of the user's cache folder: one for each URL and manifest, so that data
-    which is replaced gets another one. DataError for a folder that cannot be read.
+    Copies are in ``cache``, or by default in ``data`` of the user's cache folder: one for each URL and manifest, so
+    that replaced data gets a new copy. Raises DataError if the folder cannot be read.
     """
     origin = locate(folder)
     packing = None
     if isinstance(origin, Path):
         if not (origin / PACKED_FILE).is_file():
             return origin, Manifest.load(origin), None
-        # Two ways to name one folder share a copy.
+        # Different names of one folder share a copy.
         origin = origin.resolve()
     manifest = Manifest.load(origin)
     if (origin / PACKED_FILE).is_file():
@@ -163,12 +163,12 @@ def open_folder(
 
 
 def _copy_of(origin: Location, manifest: Manifest, home: Path) -> Path:
-    """Return where the copy of an origin with this manifest lies."""
+    """Return the path of the copy of an origin with this manifest."""
     return home / f"{origin.name}-{xxhash.xxh3_64_hexdigest(f'{origin} {manifest.hash}'.encode())}"
 
 
 def fetch_folder(folder: str | Path | ObjectPath, cache: str | Path | None = None) -> Path:
-    """A shard folder as a path to a whole one: the folder itself, or its copy with all shards fetched."""
+    """Return the path of a complete shard folder: the folder itself, or its copy with all shards fetched."""
     found, _, copy = open_folder(folder, cache)
     if copy is not None:
         copy.check_room()
@@ -178,17 +178,17 @@ def fetch_folder(folder: str | Path | ObjectPath, cache: str | Path | None = Non
 
 
 def copies_folder() -> Path:
-    """Where copies lie unless a folder is named for them: ``data`` in the user's cache folder."""
+    """Return the default folder of copies: ``data`` in the user's cache folder."""
     return cache_folder() / "data"
 
 
 def has_folder(folder: str | Path | ObjectPath) -> bool:
-    """Whether there is such a shard folder, here or in a store."""
+    """Return whether there is such a shard folder, local or in a store."""
     return (locate(folder) / MANIFEST_FILE).is_file()
 
 
 def unlisted(folder: Location, manifest: Manifest, packing: PackedFolder | None = None) -> list[str]:
-    """Shards and sums in a folder that nobody lists, and nobody reads: a sign of a copy that mixed two folders."""
+    """Return shards and sums in a folder that are not listed, and so never read: a sign of two mixed folders."""
     listed = {entry.file for entry in (manifest if packing is None else packing).shards}
     listed |= {sums_file(entry.file) for entry in manifest.shards if entry.sums}
     listed |= manifest.files_left_out
@@ -196,11 +196,11 @@ def unlisted(folder: Location, manifest: Manifest, packing: PackedFolder | None 
 
 
 def _begin(origin: Location, copy: Path, manifest: Manifest) -> None:
-    """Bring all that is small; the manifest last, which says that the rest is there."""
+    """Fetch all small files; the manifest last, as the sign that the others are there."""
     for name in _names(origin):
         if is_carried(name):
             write_atomically(copy / name, _read(origin / name))
-    # Here, where it can be said whose it is; without any, whoever needs one says so.
+    # Checked here, where the error can name the origin; a missing one is reported on use.
     if has_tokenizer(copy):
         try:
             is_right = load_tokenizer(copy).fingerprint == manifest.tokenizer
@@ -215,7 +215,7 @@ def _begin(origin: Location, copy: Path, manifest: Manifest) -> None:
 
 
 def _names(folder: Location) -> list[str]:
-    """What lies directly in a folder."""
+    """Return the names of a folder's direct contents."""
     if isinstance(folder, ObjectPath):
         return list_names(folder)
     return sorted(path.name for path in folder.iterdir())
@@ -233,21 +233,21 @@ def _absent(path: Location) -> DataError:
 
 
 def _blocks(raw: BinaryIO, packed: PackedShard | None, source: Location) -> Iterator[bytes]:
-    """Yield a shard's bytes; DataError where a packed one is not the file that was packed."""
+    """Yield a shard's bytes; raise DataError if a packed file does not have its checksum."""
     if packed is None:
         while block := raw.read(_READ_BYTES):
             yield block
         return
     damaged = DataError(f"{source} is damaged: its checksum is not the one in {PACKED_FILE}. {ADVICE}")
     hashed = _Hashed(raw)
-    # Read block by block: 64 KiB of zstd can become 2 GiB, and who takes them stops at the size of the shard.
+    # Read block by block: 64 KiB of zstd can expand to 2 GiB, and the consumer stops at the size of the shard.
     unpacked = zstandard.ZstdDecompressor().stream_reader(cast(BinaryIO, hashed), read_size=1 << 16, closefd=False)
     try:
         while block := unpacked.read(_READ_BYTES):
             yield block
     except (zstandard.ZstdError, EOFError) as error:
         raise damaged from error
-    # Also bytes behind the last frame, which change nothing of what was unpacked.
+    # Also hash bytes after the last frame, which do not change the unpacked data.
     while hashed.read(_READ_BYTES):
         pass
     if hashed.digest.hexdigest() != packed.xxh3_128:
@@ -261,7 +261,7 @@ class _Hashed:
         self._raw, self.digest = raw, xxhash.xxh3_128()
 
     def read(self, count: int) -> bytes:
-        """The next bytes, at most ``count``."""
+        """Return the next bytes, at most ``count``."""
         piece = self._raw.read(count)
         self.digest.update(piece)
         return piece
@@ -269,7 +269,7 @@ class _Hashed:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Wait until no other process fetches this file; whether that is sure."""
+    """Wait until no other process fetches this file; yield True if this is certain."""
     lock = path.with_name(f".{path.name}.lock")
     handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -277,10 +277,10 @@ def _alone(path: Path) -> Iterator[bool]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
-            # A file system without locks: several may then fetch the same, each into a file of its own.
+            # A file system without locks: several processes may fetch the same, each into its own file.
             is_alone = False
         yield is_alone
-        # Whoever waits for it finds the file there.
+        # Waiting processes find the file there.
         lock.unlink(missing_ok=True)
     finally:
         os.close(handle)

@@ -1,4 +1,4 @@
-"""The manifest of a shard folder: what it holds, of what it was made, and the checksums that prove it."""
+"""The manifest of a shard folder: its contents, the inputs of its build, and the checksums that prove them."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class ShardEntry:
     """Tokens that an encoder reads beside the documents; 0 if they are no pairs."""
 
     def to_json(self) -> dict[str, Any]:
-        """The object that is written."""
+        """Return the JSON object to write."""
         return _without_empty(dataclasses.asdict(self), "sums", "num_ids", "counted", "source_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about a shard folder but the tokens. Nothing in it depends on paths, dates or machines."""
+    """Metadata of a shard folder, without its tokens. It does not depend on paths, dates or machines."""
 
     split: str
     """``training`` or ``validation``."""
@@ -91,29 +91,29 @@ class Manifest:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes of text that a token stands for, begin and end ids among the tokens; None without a token."""
+        """Mean bytes of text per token, with begin and end ids counted as tokens; None without tokens."""
         if not self.tokens or not self.text_bytes:
             return None
         return self.text_bytes / self.tokens
 
     @property
     def counted(self) -> int:
-        """Tokens whose prediction counts in the loss, of a folder that says which do; 0 if all do."""
+        """Number of tokens whose prediction counts in the loss, if the folder records them; 0 if all do."""
         return sum(entry.counted for entry in self.shards)
 
     @property
     def source_tokens(self) -> int:
-        """Tokens that an encoder reads beside the documents, of a folder of pairs; 0 of another one."""
+        """Number of tokens of the encoder's inputs, in a folder of pairs; 0 in other folders."""
         return sum(entry.source_tokens for entry in self.shards)
 
     @property
     def has_sources(self) -> bool:
-        """Whether the folder holds pairs: documents, and what an encoder reads beside each."""
+        """True if the folder holds pairs: documents, each with an encoder input."""
         return self.source_tokens > 0
 
     @property
     def has_paragraphs(self) -> bool:
-        """Whether the folder says where the paragraphs of its documents begin."""
+        """True if the folder records where the paragraphs of its documents begin."""
         return bool(self.options.get(PARAGRAPHS))
 
     @property
@@ -125,17 +125,17 @@ class Manifest:
 
     @property
     def files_left_out(self) -> set[str]:
-        """Names of the shards that `data build --without` left out, and of their sums: the files may still be there."""
+        """Names of the shards removed by `data build --without`, and of their sums: the files may still be there."""
         names = self.options.get(WITHOUT, [])
         return {*names, *(name.removesuffix(".arrow") + ".sums" for name in names)}
 
     @property
     def has_sums(self) -> bool:
-        """Whether there are sums of blocks for every shard, so that a read can check what it touches."""
+        """True if every shard has sums of blocks, so that reads can be verified."""
         return all(entry.sums for entry in self.shards)
 
     def to_json(self) -> dict[str, Any]:
-        """The object that is written, with format, version and its own hash."""
+        """Return the JSON object to write, with format, version and its own hash."""
         body = {"format": FORMAT, "version": self.version, **dataclasses.asdict(self)}
         body["shards"] = [entry.to_json() for entry in self.shards]
         body = _without_empty(body, "inexact_documents", "left_out", "duplicates")
@@ -144,11 +144,11 @@ class Manifest:
     @cached_property
     def hash(self) -> str:
         """xxh3_128 of the canonical JSON: the identity of the data set."""
-        # Once: a loader names it in its state, before and after every step.
+        # Cached: a loader includes it in its state, before and after every step.
         return self.to_json()["hash"]
 
     def content(self) -> bytes:
-        """The bytes of ``manifest.json``."""
+        """Return the bytes of ``manifest.json``."""
         return json.dumps(self.to_json(), indent=2, ensure_ascii=False).encode() + b"\n"
 
     def save(self, folder: Path) -> None:
@@ -157,7 +157,10 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Location) -> Manifest:
-        """Read and check ``manifest.json``; ``DataError`` if it is missing, damaged, edited or of another version."""
+        """Read and check ``manifest.json``.
+
+        Raises ``DataError`` if it is missing, damaged, edited or of another version.
+        """
         path = folder / MANIFEST_FILE
         if (folder / LIST_OF_BEFORE).is_file():
             raise DataError(
@@ -174,10 +177,10 @@ class Manifest:
                 f"{LATER_VERSION}.\n"
                 "Build the shards again with this release, or use the release that wrote them."
             )
-        # The manifest holds the shards' checksums, so its own hash vouches for every byte of the folder.
+        # The manifest holds the shards' checksums, so its own hash covers every byte of the folder.
         if not take_hash(body):
             raise DataError(f"{path} was changed after it was written (its hash does not fit). Build the shards again.")
-        # Anybody can seal a manifest, and a folder may come from a stranger.
+        # Anyone can write a valid hash, and a folder may come from a stranger.
         try:
             return _checked(body)
         except ValueError as error:
@@ -185,13 +188,13 @@ class Manifest:
 
 
 def _without_empty(values: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return values without those of these names that say nothing."""
-    # Older folders have none, and their hash must stay what it was.
+    """Return values without the empty ones among these names."""
+    # Older folders lack them, and their hash must not change.
     return {name: value for name, value in values.items() if value or name not in names}
 
 
 def _checked(body: dict[str, Any]) -> Manifest:
-    """Return the manifest that was read; ValueError for what cannot be right, whatever the files hold."""
+    """Return the manifest from its JSON; raise ValueError for values that cannot be right, whatever the files hold."""
     _CHECK(body, "")
     version = body.pop("version")
     del body["format"]
@@ -204,17 +207,17 @@ def _checked(body: dict[str, Any]) -> Manifest:
 
 
 def take_hash(body: dict[str, Any]) -> bool:
-    """Take the hash out of what was read from a file; return whether it is that of everything else."""
+    """Remove the hash from a parsed file; return whether it matches the rest."""
     recorded = body.pop("hash", None)
     try:
         return hash_json(body) == recorded
     except UnicodeEncodeError:
-        # Half of a surrogate pair, which JSON can spell and nobody wrote.
+        # Half of a surrogate pair, which JSON can spell but no release writes.
         return False
 
 
 def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
-    """Yield what cannot be right together, of values that are each what they may be."""
+    """Yield the inconsistencies between values that are each valid."""
     if manifest.version != version:
         yield f"version={version} with {manifest.counted} counted tokens cannot be right"
     seen: set[str] = set()
@@ -227,7 +230,7 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
         if entry.file in seen:
             yield f"{entry.file} is listed twice"
         seen.add(entry.file)
-        # Bounds everything that is reserved or counted by these numbers: the size is compared with the file's.
+        # Bounds all allocations and counts based on these numbers: the size is compared with the file's.
         if not 1 <= entry.documents <= entry.tokens or _least_bytes(entry) > entry.bytes:
             yield (
                 f"{entry.file} cannot hold {entry.documents} documents and {entry.tokens} tokens in {entry.bytes} bytes"
@@ -244,7 +247,7 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
 
 
 def _least_bytes(entry: ShardEntry) -> int:
-    """Bytes that the offsets and ids of a file take, at the least."""
+    """Return the minimum bytes of the offsets and ids of a file."""
     sides = 2 if entry.source_tokens else 1
     return 8 * sides * entry.documents + 2 * (entry.tokens + entry.source_tokens)
 
@@ -283,13 +286,13 @@ _CHECK = record(
 
 
 def hash_json(value: Any) -> str:
-    """xxh3_128 of canonical JSON: sorted keys, no spaces, UTF-8."""
+    """Return the xxh3_128 of canonical JSON: sorted keys, no spaces, UTF-8."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_128_hexdigest(canonical.encode())
 
 
 def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
-    """Documents by length, in powers of two, shortest first."""
+    """Return the number of documents by length, in powers of two, shortest first."""
     # frexp: length = mantissa · 2^exponent with a mantissa of at least one half and below one.
     exponents = np.frexp(np.asarray(lengths, dtype=np.float64))[1] - 1
     counts = np.bincount(exponents)
@@ -297,12 +300,12 @@ def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
 
 
 def sorted_histogram(counts: Mapping[str, int]) -> dict[str, int]:
-    """The same counts, shortest documents first."""
+    """Return the same counts, shortest documents first."""
     return dict(sorted(counts.items(), key=lambda item: int(item[0].removeprefix("2^"))))
 
 
 def read_object(path: Location) -> dict[str, Any]:
-    """The JSON object in a file; ``DataError`` says what stands there instead."""
+    """Return the JSON object in a file; raise ``DataError`` with the reason if there is none."""
     content = b""
     try:
         content = read_small(path, MOST_JSON_BYTES)
@@ -324,7 +327,7 @@ def read_object(path: Location) -> dict[str, Any]:
 
 
 def read_small(path: Location, most_bytes: int) -> bytes:
-    """The bytes of a file, here or in a store; ValueError where it has more than ``most_bytes``, or is no file."""
+    """Return the bytes of a file, local or in a store; raise ValueError if it is too large or not a file."""
     if isinstance(path, Path):
         if path.is_symlink():
             check_link(path.parent, path.name)

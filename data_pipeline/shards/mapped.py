@@ -1,10 +1,10 @@
-"""One shard, mapped into memory: documents, lengths and names as views, each checked by its blocks before it is used.
+"""A memory-mapped shard: documents, lengths and names as views, whose blocks are checked before use.
 
-Each ``NNNNN.arrow`` is an Arrow IPC file with one record batch, a row a document: ``tokens`` (large_list of uint16 or
-uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the text), ``name`` (string); in folders of
-conversations ``counted`` too (large_list of int64): runs of tokens whose prediction counts, as pairs of bounds. In
-folders of pairs ``source_tokens``, of the tokens' type: what an encoder reads beside each document; if paragraphs are
-kept ``paragraphs`` (large_list of int64): the first tokens of all but the first one.
+Each ``NNNNN.arrow`` is an Arrow IPC file with one record batch, one row per document: ``tokens`` (large_list of uint16
+or uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the text), ``name`` (string). Folders of
+conversations also have ``counted`` (large_list of int64): runs of tokens whose prediction counts, as pairs of bounds.
+Folders of pairs have ``source_tokens``, with the type of ``tokens``: the encoder input of each document. If paragraphs
+are kept, there is ``paragraphs`` (large_list of int64): the first token of every paragraph but the first.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _MAGIC, _CONTINUES = b"ARROW1", -1
 
 
 class MappedShard:
-    """One memory-mapped file: document ``i`` is ``values[offsets[i] : offsets[i + 1]]``. ``open`` makes it."""
+    """One memory-mapped file: document ``i`` is ``values[offsets[i] : offsets[i + 1]]``. Opened by ``open``."""
 
     def __init__(self, path: Path, state: FileState, blocks: Blocks, content: pa.Buffer, batch: pa.RecordBatch) -> None:
-        """DataError where the columns do not lie in the file as they must."""
+        """Initialize the columns; raise DataError if they have wrong types or are not in the file."""
         self.path, self.state, self.state_now = path, state, cheapest_state(path)
         self._blocks = blocks
         _check_columns(batch, path)
@@ -64,13 +64,13 @@ class MappedShard:
 
     @classmethod
     def open(cls, folder: Path, entry: ShardEntry, *, verify: bool) -> MappedShard:
-        """Map one file; DataError if it is not the one that the manifest lists.
+        """Map one file; raise DataError if it is not the one that the manifest lists.
 
-        With ``verify``, what is read of it is checked by its sums, the parts that Arrow reads before it does.
+        With ``verify``, every part is checked by its sums before it is read, including the parts that Arrow reads.
         """
         path = folder / entry.file
-        # It may have changed since the folder was opened. Asked before it is mapped: a file that takes its place in
-        # between is found the next time that this is asked.
+        # It may have changed since the folder was opened. Checked before mapping: a file that replaces it in between is
+        # detected by the next check.
         state = check_size(folder, entry, opened_state)
         sums = None
         if verify and entry.sums:
@@ -89,11 +89,11 @@ class MappedShard:
 
     @property
     def num_documents(self) -> int:
-        """Documents in this file."""
+        """Number of documents in this file."""
         return len(self.target.offsets) - 1
 
     def name(self, row: int) -> str:
-        """The name of a document in its source."""
+        """Return the name of a document in its source."""
         at = self._name_offsets_at + _NAME_OFFSET * row
         self._blocks.check(at, at + 2 * _NAME_OFFSET)
         start, stop = int(self._name_offsets[row]), int(self._name_offsets[row + 1])
@@ -106,7 +106,7 @@ class MappedShard:
             raise DataError(f"{self.path} is damaged: a name is no text ({error.reason}). {ADVICE}") from error
 
     def counted(self, row: int) -> np.ndarray | None:
-        """Return the runs of a document's tokens that count, as ``EncodedDocument.counted`` has them; None for all."""
+        """Return the counted runs of a document, in the format of ``EncodedDocument.counted``; None if all count."""
         if COUNTED not in self._lists:
             return None
         bounds = self._lists[COUNTED].of(row)
@@ -115,19 +115,19 @@ class MappedShard:
         return bounds
 
     def paragraphs(self, row: int) -> np.ndarray:
-        """Return the first tokens of a document's paragraphs but the first one, of a folder that keeps them."""
+        """Return the first token of each of a document's paragraphs but the first, in a folder that keeps them."""
         places = self._lists[PARAGRAPHS].of(row)
         if not self._ascends(places, row):
             raise DataError(f"{self.path} is damaged: its paragraphs do not lie in its documents. {ADVICE}")
         return places
 
     def _ascends(self, places: np.ndarray, row: int) -> bool:
-        """Whether places among a document's tokens follow each other, none behind its end."""
+        """Return whether token positions of a document are strictly ascending and not beyond its end."""
         length = int(self.target.offsets[row + 1] - self.target.offsets[row])
         return bool((np.diff(places, prepend=-1) > 0).all()) and (not len(places) or places[-1] <= length)
 
     def strange_sources(self, sources: int) -> int | None:
-        """A number in the column ``source`` which is not below ``sources``; None without one, or without sources."""
+        """Return a number in the column ``source`` that is not below ``sources``; None if all are, or if that is 0."""
         column = self._batch.column("source").to_numpy(zero_copy_only=False)
         strange = column[(column < 0) | (column >= sources)]
         if not sources or not len(strange):
@@ -135,7 +135,7 @@ class MappedShard:
         return int(strange[0])
 
     def _check_counts(self, entry: ShardEntry) -> None:
-        """DataError unless there are as many documents and tokens as the manifest says."""
+        """Raise DataError unless the numbers of documents and tokens match the manifest."""
         if bool(entry.counted) > (COUNTED in self._lists):
             raise DataError(f"{self.path} says of no token that it counts, and {MANIFEST_FILE} of some. {ADVICE}")
         has_source = self.source is not None and self.source.has(entry.documents, entry.source_tokens)
@@ -160,7 +160,7 @@ class _Lists:
         self._offsets_at, self._values_at = (place(part, content, path) for part in buffers)
 
     def of(self, row: int) -> np.ndarray:
-        """Return a row's list, a view."""
+        """Return a row's list, as a view."""
         at = self._offsets_at + OFFSET * row
         self._blocks.check(at, at + 2 * OFFSET)
         start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
@@ -171,7 +171,10 @@ class _Lists:
 
 
 def check_size(folder: Path, entry: ShardEntry, state_of: Callable[[Path], FileState] = file_state) -> FileState:
-    """What the system says of a shard; DataError unless it is as large as the manifest says, and in its folder."""
+    """Return the file state of a shard.
+
+    Raises DataError if its size is not the manifest's, or if it is a link out of the folder.
+    """
     path = folder / entry.file
     try:
         if path.is_symlink():
@@ -187,7 +190,7 @@ def check_size(folder: Path, entry: ShardEntry, state_of: Callable[[Path], FileS
 
 
 def _is_pointer(path: Path) -> bool:
-    """Return whether a few lines of Git LFS stand where the shard should be."""
+    """Return whether a Git LFS pointer is in place of the shard."""
     try:
         check_fetched(path)
     except NotFetchedError:
@@ -198,25 +201,25 @@ def _is_pointer(path: Path) -> bool:
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    """The error for a file that is not there, or that is no shard."""
+    """Return the error for a file that is missing, or that is not a shard."""
     if isinstance(error, FileNotFoundError):
         return DataError(f"{path} is missing, though {MANIFEST_FILE} lists it. {ADVICE}")
     return DataError(f"{path} cannot be read as an Arrow shard ({error}). {ADVICE}")
 
 
 def _map(path: Path, size: int) -> pa.Buffer:
-    """A file of so many bytes, mapped into memory until the last view of it is gone."""
-    # Closed at once: shards may be more than the files that a process may have open. The mapping stays.
+    """Map a file of ``size`` bytes into memory until the last view of it is gone."""
+    # Closed immediately: shards may exceed the limit of open files. The mapping stays.
     with pa.memory_map(str(path)) as file:
         if file.size() != size:
             raise ValueError(f"it has {file.size()} bytes and had {size}")
         first = file.read_buffer(1)
-    # To read the file through Arrow is to have the system read ahead whole record batches: all of every shard.
+    # Reading the file through Arrow would make the system read ahead entire record batches: all of every shard.
     return pa.foreign_buffer(first.address, size, first)
 
 
 def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
-    """DataError, or an error of Arrow's, unless the columns are those of a shard and lie where they say."""
+    """Raise DataError or an Arrow error unless the columns are those of a shard and their buffers are long enough."""
     tokens, names = batch.column("tokens"), batch.column("name")
     if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():
         raise DataError(f"{path} is no shard: its tokens are {tokens.type}, its names {names.type}. {ADVICE}")
@@ -228,14 +231,14 @@ def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
         if name in batch.schema.names and batch.column(name).type != pa.large_list(pa.int64()):
             said = f"{_SAID[name]} are {batch.column(name).type}"
             raise DataError(f"{path} is no shard: its {said}. {ADVICE}")
-    # Whether each buffer is as long as its column says: numpy would read on behind a shorter one.
+    # Check that each buffer is as long as its column requires: numpy would read past the end of a shorter one.
     batch.validate()
 
 
 def _check_metadata(content: memoryview, blocks: Blocks) -> None:
     """Check the blocks that Arrow reads when it opens a file: two messages at its beginning, and the footer.
 
-    ValueError where these do not follow each other as the writer leaves them.
+    Raises ValueError if these do not follow each other as the writer leaves them.
     """
     size = len(content)
     # The magic word and two bytes; then schema and record batch, each as −1, its length, and so many bytes.

@@ -1,4 +1,4 @@
-"""Tokens as text for readers: control tokens spelt out, and marks around what counts in the loss."""
+"""Tokens as readable text: control tokens spelled out, and marks around the tokens that count in the loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BEGIN_COUNTED, END_COUNTED = "⟦", "⟧"
 
 
 def marked_text(ids: np.ndarray, tokenizer: Tokenizer, counted: np.ndarray) -> str:
-    """Return ids [N] as text, control tokens spelt out, each run of those that count (bool [N]) between marks."""
+    """Return ids [N] as text, control tokens spelled out, with marks around each run of counted tokens (bool [N])."""
     control = tokenizer.is_control[ids]
     changes = np.flatnonzero((counted[1:] != counted[:-1]) | (control[1:] | control[:-1])) + 1
     text: list[str] = []
@@ -29,7 +29,7 @@ def marked_text(ids: np.ndarray, tokenizer: Tokenizer, counted: np.ndarray) -> s
 
 
 def mask_of(bounds: np.ndarray, length: int) -> np.ndarray:
-    """Return runs of tokens, as ``EncodedDocument.counted`` has them, as bool [length]."""
+    """Convert runs of tokens, in the format of ``EncodedDocument.counted``, to a mask, bool [length]."""
     steps = np.zeros(length + 1, np.int8)
     steps[bounds[::2]] += 1
     steps[bounds[1::2]] -= 1

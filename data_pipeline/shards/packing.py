@@ -1,7 +1,7 @@
-"""Packed shards: zstd for the way, named beside the manifest with checksums of their own, which is what arrives.
+"""Packed shards: compressed with zstd for transfer, and listed with checksums of the compressed files.
 
-``packed.json`` lists a file ``NNNNN.arrow.zst`` for each shard and the manifest's hash. The manifest stays as it is, so
-a packed folder and its unpacked copy are the same data to a checkpoint.
+``packed.json`` lists a file ``NNNNN.arrow.zst`` for each shard and the manifest's hash. The manifest is unchanged, so a
+packed folder and its unpacked copy are the same data to a checkpoint.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ class PackedShard:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFolder:
-    """How the shards of a folder are packed."""
+    """List of the compressed shards of a folder."""
 
     manifest: str
     """Hash of the folder's manifest."""
     shards: list[PackedShard]
 
     def to_json(self) -> dict[str, Any]:
-        """The object that is written, with its own hash."""
+        """Return the JSON object to write, with its own hash."""
         body = {"format": FORMAT, "compression": "zstd", **dataclasses.asdict(self)}
         return {**body, "hash": hash_json(body)}
 
     @classmethod
     def load(cls, folder: Location, manifest: Manifest) -> PackedFolder:
-        """Read and check ``packed.json``; DataError where it is damaged, edited, or of another manifest."""
+        """Read and check ``packed.json``; raise DataError if it is damaged, edited, or of another manifest."""
         path = folder / PACKED_FILE
         body = read_object(path)
         if not take_hash(body) or body.pop("format", None) != FORMAT or body.pop("compression", None) != "zstd":
             raise DataError(f"{path} was changed, or is of another release. {_ADVICE}")
-        # Anybody can seal such a file: a name that leads elsewhere would read the files of others.
+        # Anyone can write a valid hash: a name that leads elsewhere would read other files.
         try:
             _CHECK(body, "")
         except ValueError as error:
             raise DataError(f"{path}: {error}. {_ADVICE}") from error
         shards = [PackedShard(**entry) for entry in body.pop("shards")]
         packing = cls(shards=shards, **body)
-        # Each is whole by itself where a copy has mixed two folders.
+        # Both files are intact even if a copy has mixed two folders.
         if packing.manifest != manifest.hash:
             raise DataError(f"{path} belongs to another manifest than the one beside it. {_ADVICE}")
         if [entry.shard for entry in shards] != [entry.file for entry in manifest.shards]:
@@ -81,7 +81,7 @@ class PackedFolder:
         return packing
 
     def of(self, shard: str) -> PackedShard:
-        """The compressed file of a shard."""
+        """Return the compressed file of a shard."""
         return next(entry for entry in self.shards if entry.shard == shard)
 
 
@@ -89,9 +89,9 @@ _ADVICE = "Pack the folder again with `longctx data pack`."
 
 
 def pack_shard(path: Path, to: Path, *, level: int) -> PackedShard:
-    """Compress a shard into the file ``to``. The same bytes for the same shard, level and release of zstd."""
+    """Compress a shard into the file ``to``; deterministic for a given shard, level and release of zstd."""
     digest = xxhash.xxh3_128()
-    # The checksum of zstd's own is off: ours is listed. The size lets whoever unpacks take memory once.
+    # zstd's own checksum is off, since ours is listed. The size allows the reader to allocate memory once.
     compressor = zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=False)
     with path.open("rb") as source, to.open("wb") as sink:
         for block in compressor.read_to_iter(source, size=path.stat().st_size, read_size=_READ_BYTES):

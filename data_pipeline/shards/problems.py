@@ -1,4 +1,4 @@
-"""``shard_problems``: everything that can be wrong with a folder's shards, whatever its checksums say."""
+"""``shard_problems``: all possible problems of a folder's shards, even if its checksums are right."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def shard_problems(
     padding: int | None,
     copy: LocalCopy | None = None,
 ) -> Iterator[str]:
-    """Yield what is wrong with the shards, a sentence each. Reads every byte, one file after the other.
+    """Yield the problems of the shards, a sentence each. Reads every byte, one file after the other.
 
-    ``padding`` is an id that no document may hold; None where documents may hold them all. Where ``folder`` is a
-    ``copy``, each shard is fetched for this, and removed again: one alone takes room.
+    ``padding`` is an id that no document may hold; None if documents may hold any id. If ``folder`` is a ``copy``, each
+    shard is fetched for this and removed again, so that only one takes space at a time.
     """
     if copy is None:
         strange = [folder / name for name in unlisted(folder, manifest)]
@@ -48,10 +48,10 @@ def shard_problems(
         yield from damage
         if not damage:
             yield from _wrong_content(folder, manifest, entry, padding, lengths)
-        # So that one shard at a time takes room.
+        # So that only one shard at a time takes space.
         if copy is not None:
             copy.drop(entry)
-    # Each entry may fit its file while the totals do not: an entry is missing, or there twice.
+    # Entries may match their files while the totals do not: an entry is missing, or there twice.
     if (documents, tokens) != (manifest.documents, manifest.tokens):
         yield f"{folder}: the shards' documents and tokens do not add up to the manifest's totals."
     elif len(lengths) == len(manifest.shards):
@@ -61,7 +61,7 @@ def shard_problems(
 
 
 def _damage(folder: Path, entry: ShardEntry, copy: LocalCopy | None) -> Iterator[str]:
-    """Yield where a file, or the sums of its blocks, are not what was written."""
+    """Yield the places where a file, or the sums of its blocks, are damaged."""
     path = folder / entry.file
     try:
         if copy is not None:
@@ -94,9 +94,9 @@ def _damage(folder: Path, entry: ShardEntry, copy: LocalCopy | None) -> Iterator
 def _wrong_content(
     folder: Path, manifest: Manifest, entry: ShardEntry, padding: int | None, lengths: list[np.ndarray]
 ) -> Iterator[str]:
-    """Yield what is wrong with a file that is as it was written; its documents' lengths are added to ``lengths``."""
+    """Yield the problems of a file with a right checksum; append its documents' lengths to ``lengths``."""
     path = folder / entry.file
-    # A checksum proves that the file is as it was written, not that what was written is right.
+    # A checksum proves that the file is as it was written, not that the written content is right.
     try:
         shard = MappedShard.open(folder, entry, verify=True)
         found = shard.target.lengths_of(np.arange(entry.documents))

@@ -1,4 +1,4 @@
-"""Read shards: tokenized documents in Arrow files, memory-mapped, checksummed and readable by plain pyarrow."""
+"""Reader of shards: tokenized documents in Arrow files, memory-mapped, checksummed and readable by plain pyarrow."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MAX_MAPPED = 4096
 class ShardSet:
     """A shard folder opened for reading: all documents by number, as views into memory-mapped files.
 
-    Opening reads the manifest alone; nothing is kept for each document. A file is mapped when something of it is
-    asked for, at most ``max_mapped`` at once; the one that was used longest ago is unmapped for another. A view keeps
-    its own file mapped as long as it lives. Threads may share a set.
+    Opening reads only the manifest; no per-document data is kept. A file is mapped on first access, at most
+    ``max_mapped`` at once; the least recently used one is unmapped for another. A view keeps its own file mapped as
+    long as it lives. Threads may share a set.
 
-    What a read touches is checked by the sums of its blocks, once for each mapping. DataError names file and bytes
-    before anything wrong is returned. Lengths, and all tokens of a shard, also ask whether the file is still the one
-    that was mapped; a single document does not: call ``check_files`` before a batch of them.
+    The data touched by a read is checked by the sums of its blocks, once for each mapping. DataError names file and
+    bytes before any damaged data is returned. Reading lengths, or all tokens of a shard, also checks that the file is
+    still the mapped one; reading a single document does not: call ``check_files`` before a batch of them.
     """
 
     rows: int | None = None
@@ -56,13 +56,13 @@ class ShardSet:
         self._mapped, self._lock = OrderedDict[int, MappedShard](), threading.Lock()
         if copy is None:
             for entry in manifest.shards:
-                # Cheap, and enough for a copy that was cut short.
+                # Cheap, and sufficient to detect a truncated copy.
                 check_size(folder, entry)
         self._first_document = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self.num_documents = self._first_document[-1]
         self.num_tokens = sum(entry.tokens for entry in manifest.shards)
         """Tokens of all shards, document begins and ends included."""
-        # Where all of them may be mapped, nobody has to know which was used last.
+        # If all may be mapped, the least recently used one need not be known.
         self._maps_all = len(manifest.shards) <= max_mapped
 
     @classmethod
@@ -71,25 +71,25 @@ class ShardSet:
     ) -> ShardSet:
         """Open a folder, or the copy of one that is packed or in a store, in ``cache`` if that is given.
 
-        ``DataError`` names the file that is missing or truncated. Sizes of files are checked here, everything else as
-        it is used: counts and offsets, and with ``verify`` the sums of blocks, where the folder has them.
+        ``DataError`` names the file that is missing or truncated. File sizes are checked here, everything else on use:
+        counts and offsets, and with ``verify`` the sums of blocks, if the folder has them.
         """
         found, manifest, copy = open_folder(folder, cache)
         return cls(found, manifest, verify=verify, max_mapped=max_mapped, copy=copy)
 
     def check_files(self, documents: Iterable[int]) -> None:
-        """DataError where a file of these documents was cut short, removed or replaced since it was mapped.
+        """Raise DataError if a file of these documents was truncated, removed or replaced since it was mapped.
 
-        To read mapped memory that the file no longer has would end the process by a signal, without a word. So ask
-        once for each batch, right before it is read. A file that was written to is mapped and checked anew.
+        Reading mapped memory that the file no longer has would kill the process with a signal, without a message. So
+        call this once for each batch, right before it is read. A file that was written to is mapped and checked again.
         """
         for number in {bisect.bisect_right(self._first_document, document) - 1 for document in documents}:
             self._current(number)
 
     def lengths_of(self, documents: np.ndarray, side: Side = "target") -> np.ndarray:
-        """Tokens of each of these documents [n], int64. Fastest where they ascend: then each shard is looked at once.
+        """Return the tokens of each of these documents [n], int64.
 
-        DataError for offsets that cannot be right.
+        Fastest if they ascend: each shard is then visited once. Raises DataError for invalid offsets.
         """
         lengths, first = np.empty(len(documents), np.int64), self._first_document
         for number, part in _runs(np.searchsorted(first, documents, side="right") - 1):
@@ -97,21 +97,21 @@ class ShardSet:
         return lengths
 
     def longest_document(self, side: Side = "target") -> int:
-        """Tokens of the longest document; 0 without one. Reads the offsets of all shards, 8 bytes a document."""
+        """Return the tokens of the longest document, or 0; read the offsets of all shards, 8 bytes a document."""
         numbers = range(len(self.manifest.shards))
         return max((_column(self._current(number), side).longest() for number in numbers), default=0)
 
     def document(self, index: int) -> np.ndarray:
-        """All tokens of document ``index``, a read-only view (uint16 or uint32); DataError for wrong offsets."""
+        """Return a read-only view of document ``index`` (uint16, uint32); raise DataError for invalid offsets."""
         return self.slice(index, 0)
 
     def slice(self, index: int, start: int, stop: int | None = None) -> np.ndarray:
-        """Tokens ``start`` to ``stop`` of document ``index``, none beyond its end; their blocks alone are touched."""
+        """Return tokens ``start`` to ``stop`` of document ``index``, none beyond its end; read only their blocks."""
         shard, row = self._find(index)
         return shard.tokens(row, start, stop)
 
     def slices(self, pieces: Iterable[tuple[int, int, int]], side: Side = "target") -> list[np.ndarray]:
-        """``slice`` of each piece (document, start, stop), behind ``check_files``: each file is looked at once."""
+        """Return ``slice`` of each piece (document, start, stop), after ``check_files``: each file is checked once."""
         found: list[np.ndarray] = []
         first_document, checked = self._first_document, dict[int, Callable[[int, int, int], np.ndarray]]()
         for document, start, stop in pieces:
@@ -124,37 +124,37 @@ class ShardSet:
 
     @property
     def is_masked(self) -> bool:
-        """Whether the folder says which tokens count."""
+        """True if the folder records which tokens count."""
         return bool(self.manifest.counted)
 
     def counted(self, index: int) -> np.ndarray | None:
-        """Return the runs of document ``index`` that count, as ``EncodedDocument.counted`` has them; None for all."""
+        """Return the counted runs of document ``index``, as in ``EncodedDocument.counted``; None if all count."""
         shard, row = self._find(index)
         return shard.counted(row)
 
     def paragraphs(self, index: int) -> np.ndarray:
-        """Return the first tokens of document ``index``'s paragraphs but the first one; of a folder that keeps them."""
+        """Return the first token of each paragraph of document ``index`` but the first, in a folder that keeps them."""
         shard, row = self._find(index)
         return shard.paragraphs(row)
 
     def name(self, index: int) -> str:
-        """The name of document ``index`` in its source."""
+        """Return the name of document ``index`` in its source."""
         shard, row = self._find(index)
         return shard.name(row)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the folder; ``DataError`` if the file beside the shards is another one."""
+        """Return the tokenizer that made the folder; raise ``DataError`` if the folder's file is another one."""
         return manifest_tokenizer(self.folder, self.manifest, self.rows)
 
     def _find(self, index: int) -> tuple[MappedShard, int]:
-        """The shard of document ``index``, and the document's number there."""
+        """Return the shard of document ``index``, and the document's number there."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         number = bisect.bisect_right(self._first_document, index) - 1
         return self._shard(number), index - self._first_document[number]
 
     def _shard(self, number: int) -> MappedShard:
-        """One shard, mapped again where it no longer is; DataError where it is no longer as the manifest says."""
+        """Return one shard, mapped again if necessary; raise DataError if it no longer matches the manifest."""
         shard = self._mapped.get(number)
         if shard is not None and self._maps_all:
             # Without the lock, which costs as much as the rest of a read.
@@ -164,31 +164,31 @@ class ShardSet:
             if shard is None:
                 shard = _open_shard(self, number)
             self._mapped[number] = shard
-            # Last among the mapped ones; the first goes where there are too many.
+            # Moved to the end; the first one is evicted if there are too many.
             self._mapped.move_to_end(number)
             if len(self._mapped) > self._max_mapped:
                 self._mapped.popitem(last=False)
         return shard
 
     def _current(self, number: int) -> MappedShard:
-        """One shard; DataError where its file is no longer the one that was mapped."""
+        """Return one shard; raise DataError if its file is no longer the mapped one."""
         if number < 0:
             raise IndexError("documents are numbered from 0")
         shard = self._mapped.get(number)
         if shard is not None and not _is_unchanged(shard, self.manifest.shards[number]):
-            # Written to: what was found right may be so no longer.
+            # Written to: blocks that were verified may have changed.
             with self._lock:
                 self._mapped.pop(number, None)
         return self._shard(number)
 
 
 def shard_tokens(shards: ShardSet, number: int) -> np.ndarray:
-    """All tokens of one shard, one document after the other, as a read-only view."""
+    """Return all tokens of one shard, one document after the other, as a read-only view."""
     return shards._current(number).target.all_tokens()
 
 
 class SourceSide:
-    """What an encoder reads beside the documents of a folder of pairs, under the documents' numbers."""
+    """Encoder inputs of a folder of pairs, numbered as its documents."""
 
     is_masked = False
 
@@ -197,19 +197,19 @@ class SourceSide:
         self.padding, self.first_documents = shards.padding, shards.first_documents
 
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
-        """As ``ShardSet.lengths_of``."""
+        """Return the lengths of sources, as ``ShardSet.lengths_of`` does."""
         return self._shards.lengths_of(documents, "source")
 
     def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
-        """As ``ShardSet.slices``."""
+        """Return the tokens of sources, as ``ShardSet.slices`` does."""
         return self._shards.slices(pieces, "source")
 
     def counted(self, index: int) -> None:
-        """None: nothing of it is predicted."""
+        """Return None: no token of a source is predicted."""
 
 
 def _column(shard: MappedShard, side: Side) -> TokenColumn:
-    """One side of a shard's documents."""
+    """Return one side of a shard's documents."""
     if side == "target":
         return shard.target
     assert shard.source is not None, f"{shard.path} holds no pairs"
@@ -217,13 +217,14 @@ def _column(shard: MappedShard, side: Side) -> TokenColumn:
 
 
 def open_for_model(folder: str | Path | ObjectPath, *, vocab_size: int, **options: Any) -> ShardSet:
-    """Open a folder as ``ShardSet.open`` does, for a model of so many ids; DataError if a shard holds another id.
+    """Open a folder as ``ShardSet.open`` does, for a model of ``vocab_size`` ids.
 
-    A tokenizer may have more ids than its model: what counts is which of them the shards hold.
+    Raises DataError if a shard holds an id beyond them. A tokenizer may have more ids than its model: only the ids in
+    the shards matter.
     """
     shards = ShardSet.open(folder, **options)
     shards.rows = vocab_size
-    # Its target never counts, so any id that the model has serves.
+    # Its target never counts, so any id of the model will do.
     if shards.padding >= vocab_size:
         shards.padding = 0
     if shards.manifest.vocab_size <= vocab_size:
@@ -241,7 +242,7 @@ def open_for_model(folder: str | Path | ObjectPath, *, vocab_size: int, **option
 
 
 def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Yield each run of equal numbers [n]: the number, and where it stands."""
+    """Yield the number and the slice of each run of equal numbers [n]."""
     ends = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
     for start, stop in pairwise(ends):
         if start < stop:
@@ -249,7 +250,7 @@ def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def _open_shard(shards: ShardSet, number: int) -> MappedShard:
-    """Map one file, brought here first where the folder is a copy."""
+    """Map one file, after fetching it if the folder is a copy."""
     entry = shards.manifest.shards[number]
     if shards.copy is not None:
         shards.copy.bring(entry)
@@ -257,7 +258,7 @@ def _open_shard(shards: ShardSet, number: int) -> MappedShard:
 
 
 def manifest_tokenizer(folder: Path, manifest: Manifest, rows: int | None = None) -> Tokenizer:
-    """The tokenizer beside the shards, for a model of so many rows; ``DataError`` if it did not make them."""
+    """Return the tokenizer of the shards, for a model of ``rows`` rows; raise ``DataError`` if it did not make them."""
     tokenizer = load_tokenizer(folder)
     if tokenizer.fingerprint != manifest.tokenizer:
         raise DataError(
@@ -270,7 +271,7 @@ def manifest_tokenizer(folder: Path, manifest: Manifest, rows: int | None = None
 
 
 def _is_unchanged(shard: MappedShard, entry: ShardEntry) -> bool:
-    """Whether nobody wrote to a file since it was mapped; DataError where it is another one, or gone."""
+    """Return whether a file is as it was mapped; raise DataError if it was replaced, resized or removed."""
     try:
         state = shard.state_now(shard.path)
     except OSError as error:
@@ -290,9 +291,9 @@ def _is_unchanged(shard: MappedShard, entry: ShardEntry) -> bool:
 
 
 class Corpus:
-    """Documents of several folders, those of one behind those of the one before.
+    """Documents of several folders, concatenated in folder order.
 
-    DataError for folders that were built with different tokenizers.
+    Raises DataError for folders that were built with different tokenizers.
     """
 
     def __init__(self, folders: Sequence[ShardSet]) -> None:
@@ -310,12 +311,12 @@ class Corpus:
         self.padding = first.padding
 
     def folder_of(self, document: int) -> int:
-        """The number of the folder that has a document."""
+        """Return the number of the folder that has a document."""
         return bisect.bisect_right(self.first_document, document) - 1
 
     def check_files(self, documents: Iterable[int]) -> None:
-        """``ShardSet.check_files`` for documents of any folder."""
-        # Each folder is asked once, however its documents are strewn over the rows.
+        """Check the files of documents in any folder, as ``ShardSet.check_files`` does."""
+        # Each folder is called once, however its documents are distributed over the rows.
         own: dict[int, set[int]] = {}
         for document in documents:
             number = self.folder_of(document)
@@ -324,7 +325,7 @@ class Corpus:
             self.folders[number].check_files(found)
 
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
-        """``ShardSet.lengths_of`` for documents of any folder."""
+        """Return ``ShardSet.lengths_of`` for documents of any folder."""
         lengths = np.empty(len(documents), np.int64)
         folders = np.searchsorted(self.first_document, documents, side="right") - 1
         for number in np.unique(folders):
@@ -333,13 +334,13 @@ class Corpus:
         return lengths
 
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
-        """``ShardSet.slice`` of a document of any folder."""
+        """Return ``ShardSet.slice`` of a document of any folder."""
         number = self.folder_of(index)
         return self.folders[number].slice(index - self.first_document[number], start, stop)
 
     def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
-        """``ShardSet.slices`` of documents of any folder."""
-        # Each folder is asked once: what its pieces are, and where they stand among all.
+        """Return ``ShardSet.slices`` of documents of any folder."""
+        # Each folder is called once, with its pieces; their positions in the full list are recorded.
         own: dict[int, list[tuple[int, int, int]]] = {}
         places: dict[int, list[int]] = {}
         place = -1
@@ -355,15 +356,15 @@ class Corpus:
 
     @property
     def is_masked(self) -> bool:
-        """Whether one of the folders says which tokens count."""
+        """True if one of the folders records which tokens count."""
         return any(shards.is_masked for shards in self.folders)
 
     def counted(self, index: int) -> np.ndarray | None:
-        """``ShardSet.counted`` of a document of any folder."""
+        """Return ``ShardSet.counted`` of a document of any folder."""
         number = self.folder_of(index)
         return self.folders[number].counted(index - self.first_document[number])
 
     def name(self, document: int) -> str:
-        """The name of a document in its source."""
+        """Return the name of a document in its source."""
         number = self.folder_of(document)
         return self.folders[number].name(document - self.first_document[number])

@@ -1,4 +1,4 @@
-"""Arrow files of what a model says of each token of some documents: ids, log-likelihoods, choices of experts."""
+"""Arrow files of a model's outputs for each token of some documents: ids, log-likelihoods, chosen experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOTAL = b"longctx.total"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredDocument:
-    """A row of a file."""
+    """Scores of one document: a row of a file."""
 
     number: int
     name: str
@@ -37,7 +37,7 @@ class ScoredDocument:
 
 @dataclass(frozen=True)
 class Total:
-    """What the files of a folder say in all."""
+    """Sums over the files of a folder."""
 
     documents: int = 0
     tokens: int = 0
@@ -50,12 +50,12 @@ class Total:
 
     @property
     def mean(self) -> float:
-        """Log-likelihood of a token, nats."""
+        """Mean log-likelihood of a token, nats."""
         return self.log_likelihood / max(1, self.tokens)
 
     @property
     def counted_mean(self) -> float:
-        """That of a token that counts."""
+        """Mean log-likelihood of a counted token, nats."""
         return self.counted_log_likelihood / max(1, self.counted_tokens)
 
     def __add__(self, other: Total) -> Total:
@@ -63,7 +63,7 @@ class Total:
 
 
 def write_scores(path: Path, documents: Sequence[ScoredDocument], *, experts_a_token: int = 0) -> None:
-    """Write a file at once; a row is a document, a list has an entry for each of its tokens."""
+    """Write a file atomically; a row is a document, a list has an entry for each of its tokens."""
     fields = [
         pa.field("document", pa.int64()),
         pa.field("name", pa.string()),
@@ -82,10 +82,10 @@ def write_scores(path: Path, documents: Sequence[ScoredDocument], *, experts_a_t
         columns["document"].append(document.number)
         columns["name"].append(document.name)
         columns["tokens"].append(document.ids.astype(np.int32))
-        # Null, and no number, where there is none.
+        # Null, not a number, if there is none.
         columns["log_likelihood"].append(pa.array(likelihoods, from_pandas=True))
         if experts_a_token:
-            # −1 is none: a document of one token is not read.
+            # −1 means none: a document of one token is not read.
             chosen = document.experts
             if chosen is None:
                 chosen = np.full((len(document.ids), experts_a_token), -1)
@@ -98,7 +98,7 @@ def write_scores(path: Path, documents: Sequence[ScoredDocument], *, experts_a_t
 
 
 def read_total(path: Path) -> Total:
-    """Return the sums that a file's footer has; DataError for what is no such file."""
+    """Return the sums in a file's footer; raise DataError if it is not a file of scores."""
     try:
         with pa.OSFile(str(path)) as file:
             return Total(**json.loads((pa.ipc.open_file(file).schema.metadata or {})[_TOTAL]))
@@ -107,7 +107,7 @@ def read_total(path: Path) -> Total:
 
 
 def _total_of(likelihoods: np.ndarray, counted: np.ndarray | None) -> Total:
-    """Return the sums of a document's tokens after the first [N − 1]; ``counted`` are the runs of all N that count."""
+    """Return the sums over a document's tokens after the first [N − 1]; ``counted`` are the counted runs of all N."""
     is_counted = np.ones(len(likelihoods), bool)
     if counted is not None:
         is_counted = mask_of(counted, len(likelihoods) + 1)[1:]

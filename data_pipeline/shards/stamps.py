@@ -1,7 +1,7 @@
-"""Stamps: what the system said of a shard when its checksum was read, so that the next start need not read it again.
+"""Stamps: file states of shards whose checksums were verified, so that the next start need not read them again.
 
-They lie in the user's cache folder, never beside the shards: a corpus may be read-only, and a copy of it has stamps of
-its own. A file whose size, times or inode have changed since is read again.
+They are in the user's cache folder, never with the shards: a corpus may be read-only, and a copy of it has its own
+stamps. A file whose size, times or inode have changed since is read again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LOCAL = ("ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs")
 
 
 def file_state(path: Path) -> FileState:
-    """What the system says of a file; OSError where there is none."""
+    """Return the state of a file; raise OSError if there is none."""
     return _state(os.stat(path))  # noqa: PTH116, asked for every batch: pathlib takes a third more
 
 
 def opened_state(path: Path) -> FileState:
-    """The same, of the file opened: a network file system then asks its server, and does not answer from memory."""
+    """Return the state of an opened file: a network file system then asks its server, not its own cache."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return _state(os.fstat(handle))
@@ -46,9 +46,9 @@ def opened_state(path: Path) -> FileState:
 
 
 def cheapest_state(path: Path) -> Callable[[Path], FileState]:
-    """What says how a file is now: ``file_state`` where the system itself has it, else ``opened_state``.
+    """Return ``file_state`` for a file on a local file system, otherwise ``opened_state``.
 
-    The first takes half the time of the second, and a row of some thousand tokens is read in not much more.
+    The first takes half the time of the second, and reading a row of a few thousand tokens takes not much longer.
     """
     if _mount_of(path.stat().st_dev)[0] in _LOCAL:
         return file_state
@@ -56,12 +56,12 @@ def cheapest_state(path: Path) -> Callable[[Path], FileState]:
 
 
 def _state(status: os.stat_result) -> FileState:
-    # The change time too: a tool that sets the modification time back cannot set that one.
+    # The change time too: a tool that resets the modification time cannot reset this one.
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def cache_folder() -> Path:
-    """Where stamps are kept: ``$LONGCTX_CACHE``, else ``$XDG_CACHE_HOME/longctx``, else ``~/.cache/longctx``."""
+    """Return the folder of stamps: ``$LONGCTX_CACHE``, else ``$XDG_CACHE_HOME/longctx``, else ``~/.cache/longctx``."""
     own = os.environ.get("LONGCTX_CACHE")
     if own:
         return Path(own)
@@ -70,7 +70,7 @@ def cache_folder() -> Path:
 
 
 def read_stamps(folder: Path, manifest_hash: str) -> dict[str, tuple[FileState, str]]:
-    """State and checksum of each file of a shard folder that was read before, by name; empty if none was."""
+    """Return state and checksum of each stamped file of a shard folder, by name; empty if there are none."""
     try:
         content = read_json(_stamp_file(folder, manifest_hash))
         if content["format"] != FORMAT:
@@ -82,14 +82,14 @@ def read_stamps(folder: Path, manifest_hash: str) -> dict[str, tuple[FileState, 
 
 
 def write_stamps(folder: Path, manifest_hash: str, files: list[tuple[ShardEntry, FileState]]) -> None:
-    """Keep the state in which these files' checksums were right; DataError where the cache cannot be written."""
+    """Save the states in which these files' checksums were right; raise DataError if the cache cannot be written."""
     listed = [[entry.file, *state, entry.xxh3_128] for entry, state in files]
     content = {"format": FORMAT, "folder": str(folder.resolve()), "files": listed}
     write_atomically(_stamp_file(folder, manifest_hash), json.dumps(content, separators=(",", ":")).encode())
 
 
 def place_of(folder: Path) -> str:
-    """Where a folder's bytes are: the same for all hosts that see one network file system, else this machine."""
+    """Return the location of a folder's bytes: equal on all hosts of a network file system, otherwise per machine."""
     device = folder.stat().st_dev
     kind, source = _mount_of(device)
     if kind.startswith(_NETWORK):
@@ -98,17 +98,17 @@ def place_of(folder: Path) -> str:
 
 
 def _stamp_file(folder: Path, manifest_hash: str) -> Path:
-    """One file for each copy of a data set."""
-    # The folder's inode tells copies apart that lie under one path on hosts with a common home. Nothing of the machine:
+    """Return the stamp file, one for each copy of a data set."""
+    # The folder's inode distinguishes copies at the same path on hosts with a shared home. Machine names are not used:
     # a container has another name at each start.
     copy = xxhash.xxh3_64_hexdigest(f"{folder.stat().st_ino} {folder.resolve()}".encode())
     return cache_folder() / "shards" / f"{manifest_hash}-{copy}.json"
 
 
 def _machine() -> str:
-    """This machine, for all containers on it; its name where the system does not say more."""
+    """Return an identifier of this machine, shared by all its containers; its host name if the system has no other."""
     try:
-        # Names repeat where images are cloned; this number is drawn when a machine starts.
+        # Names repeat if images are cloned; this number is drawn when a machine starts.
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
@@ -116,7 +116,7 @@ def _machine() -> str:
 
 @cache
 def _mount_of(device: int) -> tuple[str, str]:
-    """Type and source of the file system on a device; two empty words where the system does not say."""
+    """Return type and source of the file system on a device; two empty strings if unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

@@ -1,8 +1,8 @@
-"""Sums: a checksum of each 64 KiB of a shard, so that a read checks what it touches and nothing more.
+"""Sums: a checksum of each 64 KiB of a shard, so that a read checks only the blocks that it touches.
 
-``NNNNN.sums`` beside ``NNNNN.arrow`` is the xxh3_64 of each block of that file, little-endian uint64; the last block
-may be shorter. The manifest holds the xxh3_128 of the sums, and its own hash vouches for that. Folders of releases
-without sums have none.
+``NNNNN.sums``, stored with ``NNNNN.arrow``, has the xxh3_64 of each block of that file, little-endian uint64; the last
+block may be shorter. The manifest holds the xxh3_128 of the sums, and its own hash covers that. Folders of older
+releases have none.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def sums_file(shard: str) -> str:
-    """The name of a shard's sums: ``00000.sums`` of ``00000.arrow``."""
+    """Return the name of a shard's sums: ``00000.sums`` for ``00000.arrow``."""
     return Path(shard).with_suffix(".sums").name
 
 
 def sum_blocks(path: Path) -> tuple[str, np.ndarray]:
-    """xxh3_128 of a file as 32 hex digits, and xxh3_64 of each of its blocks, uint64; it is read once."""
+    """Return the xxh3_128 of a file as 32 hex digits, and the xxh3_64 of each of its blocks, uint64, in one read."""
     whole, sums = xxhash.xxh3_128(), []
     with path.open("rb") as file:
         while piece := file.read(_READ_BYTES):
@@ -60,7 +60,7 @@ def sum_blocks(path: Path) -> tuple[str, np.ndarray]:
 
 
 def read_sums(folder: Path, entry: ShardEntry) -> np.ndarray:
-    """The sums of one shard, uint64; DataError unless they are the ones that the manifest vouches for."""
+    """Return the sums of one shard, uint64; raise DataError unless they match the manifest."""
     path = folder / sums_file(entry.file)
     try:
         if path.is_symlink():
@@ -74,23 +74,23 @@ def read_sums(folder: Path, entry: ShardEntry) -> np.ndarray:
         raise DataError(f"{path} cannot be read: {error}. {ADVICE}") from error
     if xxhash.xxh3_128_hexdigest(content) != entry.sums:
         raise DataError(f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {ADVICE}")
-    # Right as it was written, and of this file: else blocks would be compared with those of others.
+    # The right checksum is not enough: sums of another file would be compared with wrong blocks.
     if len(content) != 8 * -(-entry.bytes // BLOCK_BYTES):
         raise DataError(f"{path} holds {len(content)} bytes, which are not the sums of {entry.bytes}. {ADVICE}")
     return np.frombuffer(content, np.dtype("<u8"))
 
 
 class Blocks:
-    """The blocks of one mapped file, and which of them have been found right. Threads may share it.
+    """Blocks of one mapped file, with the set of verified ones. Threads may share it.
 
-    Each block is checked when something of it is first used, and then no more. Without sums nothing is checked.
+    Each block is checked when any part of it is first used, and only then. Without sums no block is checked.
     """
 
     def __init__(self, content: pa.Buffer, sums: np.ndarray | None, path: Path) -> None:
         self._content, self._view = content, memoryview(content)
         self._sums, self._path = None, path
         count = -(-content.size // BLOCK_BYTES)
-        # A byte a block: a byte is set in one stroke, whichever thread does it, and the search below runs in C.
+        # One byte per block: setting a byte is atomic in any thread, and the search below runs in C.
         self.seen = bytearray(count)
         """For each block 1 once it has been found right."""
         if sums is not None:
@@ -103,28 +103,28 @@ class Blocks:
         """Whether all have been: then nobody has to look for one that has not."""
 
     def check(self, start: int, stop: int) -> None:
-        """DataError where a block with some of these bytes is damaged."""
+        """Raise DataError if a block with some of these bytes is damaged."""
         first, last = start >> BLOCK_SHIFT, (stop + BLOCK_BYTES - 1) >> BLOCK_SHIFT
         if self.seen.find(0, first, last) >= 0:
             self._read(first, last)
 
     def check_items(self, starts: np.ndarray, size: int) -> None:
-        """The same for items of ``size`` bytes each, which begin at these bytes [n], int64."""
+        """Check the blocks of items of ``size`` bytes each, which begin at ``starts`` [n], int64."""
         blocks = np.unique(np.concatenate([starts >> BLOCK_SHIFT, (starts + size - 1) >> BLOCK_SHIFT]))
         blocks = blocks[self._seen_view[blocks] == 0]
-        # Neighbours together: the system is then asked for them once.
+        # Adjacent blocks together: the system is then asked for them once.
         for run in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1):
             if len(run):
                 self._read(int(run[0]), int(run[-1]) + 1)
 
     def _read(self, first: int, last: int) -> None:
-        """Check the blocks from ``first`` to before ``last`` which have not been found right yet."""
+        """Check the blocks from ``first`` to ``last`` (exclusive) that are not verified yet."""
         assert self._sums is not None
         stop, ahead = min(last << BLOCK_SHIFT, self._content.size), 0
         number = self.seen.find(0, first, last)
         while number >= 0:
             begin = number << BLOCK_SHIFT
-            # Some blocks at a time: what is read ahead must still be in memory when its turn comes.
+            # A few blocks at a time: data read ahead must still be in memory when its turn comes.
             if begin >= ahead:
                 ahead = min(begin + _READ_BYTES, stop)
                 self._bring(begin, ahead)
@@ -136,14 +136,14 @@ class Blocks:
         self.all_seen = self.seen.find(0) < 0
 
     def _bring(self, begin: int, end: int) -> None:
-        """Have the system read these bytes into memory; DataError where a read would end the process by a signal."""
+        """Read these bytes into memory; raise DataError if accessing them would kill the process with a signal."""
         part = self._content.slice(begin, end - begin)
         advise(part, mmap.MADV_WILLNEED)
-        # Where a system does not know how to, reads go the ordinary way.
+        # If the system does not support this, reads go the ordinary way.
         if advise(part, _POPULATE_READ) or ctypes.get_errno() != errno.EFAULT:
             return
         if end - begin > BLOCK_BYTES:
-            # Which of the blocks it is.
+            # Find the block that fails.
             for start in range(begin, end, BLOCK_BYTES):
                 self._bring(start, min(start + BLOCK_BYTES, end))
             return
@@ -154,7 +154,7 @@ class Blocks:
 
 
 def damaged_blocks(path: Path, begin: int, end: int) -> DataError:
-    """The error for bytes of a shard that are not those that were written."""
+    """Return the error for damaged bytes of a shard."""
     return DataError(
         f"{path} is damaged: bytes {begin:,} to {end:,} do not have the checksum that {sums_file(path.name)} "
         f"lists. {ADVICE}"
@@ -162,13 +162,13 @@ def damaged_blocks(path: Path, begin: int, end: int) -> DataError:
 
 
 def damaged_ranges(found: np.ndarray, listed: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """First byte and the one after the last of each run of blocks whose sums differ, in a file of ``size`` bytes."""
+    """Return the byte range [begin, end) of each run of blocks whose sums differ, in a file of ``size`` bytes."""
     wrong = np.flatnonzero(found != listed)
     runs = np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1)
     return [(int(run[0]) << BLOCK_SHIFT, min((int(run[-1]) + 1) << BLOCK_SHIFT, size)) for run in runs if len(run)]
 
 
 def advise(part: pa.Buffer, advice: int) -> bool:
-    """Tell the system how a part of a mapped file will be read (madvise); whether it took the advice."""
+    """Advise the system how a part of a mapped file will be read (madvise); return whether it succeeded."""
     begin = part.address // mmap.PAGESIZE * mmap.PAGESIZE
     return not _LIBC.madvise(begin, part.address + part.size - begin, advice)

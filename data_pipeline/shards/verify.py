@@ -1,6 +1,7 @@
-"""Which shards of a folder still have to be read against their checksums, dealt out over those who read them.
+"""Selection of the shards of a folder whose checksums must still be verified, and their assignment to readers.
 
-Nothing here knows of processes: the launcher compares what ranks see, deals the files out and combines the answers.
+This module knows nothing of processes: the launcher compares the views of ranks, assigns the files and combines the
+results.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _SETTLED_NANOSECONDS = 2_000_000_000
 
 
 class FolderCheck:
-    """What is left to check of one shard folder, as this process sees it."""
+    """Remaining checks of one shard folder, as seen by this process."""
 
     def __init__(self, folder: Path, manifest: Manifest, verify: Verify) -> None:
-        """Ask the system for the state of every file, and the stamps which are known; DataError for a missing one."""
+        """Read the state of every file and the known stamps; raise DataError if a file is missing."""
         self.folder = folder
         self.manifest_hash, self.shards = manifest.hash, manifest.shards
         self._states = [_state(folder / entry.file) for entry in self.shards]
@@ -56,7 +57,7 @@ class FolderCheck:
         return hash_json([place_of(self.folder), self.manifest_hash, states, [entry.file for entry in self.pending]])
 
     def problem(self, entry: ShardEntry) -> str | None:
-        """Read one file whole, and its sums; what is wrong with it, None where its checksum is right."""
+        """Read one file completely, and its sums; return its problem, or None if its checksum is right."""
         path = self.folder / entry.file
         try:
             if hash_file(path) == entry.xxh3_128:
@@ -70,9 +71,9 @@ class FolderCheck:
         return f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {ADVICE}"
 
     def keep_stamps(self) -> None:
-        """Remember every file as it was before it was read. Call this once all checksums have turned out right.
+        """Save the state that every file had before it was read. Call this once all checksums have been verified.
 
-        DataError where the cache cannot be written.
+        Raises DataError if the cache cannot be written.
         """
         if not self.pending:
             return
@@ -85,10 +86,10 @@ class FolderCheck:
 
 
 def open_verified(folder: str | Path | ObjectPath, *, whole: bool = False) -> ShardSet:
-    """Open a folder of which nothing wrong is ever read, in the cheapest way. For a process on its own.
+    """Open a folder so that no damaged data is ever read, in the cheapest way. For a single process.
 
-    Reads are checked by the sums of blocks. Files without sums, and all of them if ``whole``, are read here; not again
-    where they have a stamp. DataError names the first file that is missing or damaged.
+    Reads are checked by the sums of blocks. Files without sums, and all of them if ``whole``, are read here, except
+    those with a valid stamp. DataError names the first file that is missing or damaged.
     """
     shards = ShardSet.open(folder)
     if shards.verifies_reads and not whole:
@@ -109,7 +110,7 @@ def open_verified(folder: str | Path | ObjectPath, *, whole: bool = False) -> Sh
 
 
 def deal(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Numbers of the items for each of ``parts`` readers, each item once, largest first to whoever has least."""
+    """Return the item numbers for each of ``parts`` readers: each item once, largest first to the least loaded."""
     loads = [(0, part) for part in range(parts)]
     shares: list[list[int]] = [[] for _ in range(parts)]
     for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):

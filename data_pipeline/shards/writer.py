@@ -1,4 +1,4 @@
-"""Write documents into Arrow files."""
+"""Writer of documents into Arrow files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SPARE_TOKENS = 1 << 22
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest of uint16 and uint32 that holds every id below ``vocab_size``."""
+    """Return the smaller of uint16 and uint32 that holds every id below ``vocab_size``."""
     if vocab_size <= 1 << 16:
         return np.dtype(np.uint16)
     return np.dtype(np.uint32)
@@ -55,19 +55,19 @@ class EncodedDocument:
 
     @property
     def num_counted(self) -> int:
-        """Tokens that count; 0 without a mask."""
+        """Number of tokens that count; 0 without a mask."""
         if self.counted is None:
             return 0
         return int(self.counted[1::2].sum() - self.counted[::2].sum())
 
 
 def runs_of(counted: np.ndarray) -> np.ndarray:
-    """Return a mask, bool [N], as ``EncodedDocument.counted`` has it."""
+    """Convert a mask, bool [N], to runs in the format of ``EncodedDocument.counted``."""
     return np.flatnonzero(np.diff(counted.astype(np.int8), prepend=0, append=0)).astype(np.int64)
 
 
 class ShardWriter:
-    """Writes documents into ``folder`` shard by shard; ``finish`` writes the manifest and returns it.
+    """Writer of documents into ``folder`` shard by shard; ``finish`` writes the manifest and returns it.
 
     The folder must exist and be empty. It is a shard folder only once ``finish`` has returned; therefore write into a
     temporary folder (``files.staged_folder``).
@@ -83,8 +83,10 @@ class ShardWriter:
         pairs: bool = False,
         paragraphs: bool = False,
     ) -> None:
-        """``masked``: every document says which of its tokens count; ``pairs``: each has a source; ``paragraphs``: each
-        says where its paragraphs begin."""
+        """Initialize the writer with the optional columns that every document must have.
+
+        ``masked``: the tokens that count; ``pairs``: a source; ``paragraphs``: the beginnings of its paragraphs.
+        """
         if shard_tokens < 1:
             raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
         self._folder = folder
@@ -92,18 +94,18 @@ class ShardWriter:
         self._shard_tokens = shard_tokens
         self._open = _OpenShard(token_dtype(vocab_size), masked=masked, pairs=pairs, paragraphs=paragraphs)
         self._entries: list[ShardEntry] = []
-        # Documents by the number of bits of their length: all that the manifest tells of lengths.
+        # Documents by the number of bits of their length: the only length statistics in the manifest.
         self._by_bits = [0] * 64
         self._text_bytes = 0
 
     @property
     def num_documents(self) -> int:
-        """Documents added so far."""
+        """Number of documents added so far."""
         return sum(self._by_bits)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens added so far."""
+        """Number of tokens added so far."""
         return sum(entry.tokens for entry in self._entries) + self._open.tokens
 
     @property
@@ -113,7 +115,7 @@ class ShardWriter:
 
     @property
     def length_histogram(self) -> dict[str, int]:
-        """The documents added so far by length, as ``Manifest.length_histogram`` has them."""
+        """Documents added so far by length, in the format of ``Manifest.length_histogram``."""
         return {f"2^{k}": count for k, count in enumerate(self._by_bits) if count}
 
     def add(self, document: EncodedDocument) -> None:
@@ -129,10 +131,10 @@ class ShardWriter:
         self._text_bytes += document.text_bytes
 
     def _check(self, document: EncodedDocument, tokens: np.ndarray) -> None:
-        """DataError for tokens that a shard cannot hold."""
+        """Raise DataError for tokens that a shard cannot hold."""
         if not len(tokens):
             raise DataError(f"{document.name} has no tokens. Leave empty documents out.")
-        # Stored unsigned and small: an id outside of the range would come back as another one.
+        # Stored in a small unsigned type: an id out of range would be read back as another one.
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
             raise DataError(
                 f"{document.name} has id {int(tokens.max())} (lowest {int(tokens.min())}), "
@@ -141,11 +143,11 @@ class ShardWriter:
 
     @property
     def shards(self) -> list[ShardEntry]:
-        """The shards that are written so far."""
+        """The shards written so far."""
         return list(self._entries)
 
     def close(self) -> None:
-        """Write the last shard, and no manifest: who puts several folders together writes one for all."""
+        """Write the last shard without a manifest, for callers that write one manifest for several folders."""
         if len(self._open):
             self._close_shard()
 
@@ -182,13 +184,13 @@ class ShardWriter:
         return manifest
 
     def _close_shard(self) -> None:
-        """Write the open documents as the next file, and the sums of its blocks beside it."""
+        """Write the open documents as the next file, and then the sums of its blocks."""
         path = self._folder / f"{len(self._entries):05d}.arrow"
         batch = self._open.record_batch()
         with path.open("wb") as file:
             with pa.ipc.new_file(file, batch.schema) as writer:
                 writer.write_batch(batch)
-            # On the disk before the manifest that vouches for it.
+            # On disk before the manifest that covers it.
             file.flush()
             os.fsync(file.fileno())
         whole, sums = sum_blocks(path)
@@ -209,7 +211,7 @@ class ShardWriter:
 
 
 class _OpenColumn:
-    """The token ids of one side of the documents of a shard that is not written yet: once, in one piece."""
+    """Token ids of one side of a shard's unwritten documents, stored once, in one array."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self._values, self._lengths = np.empty(0, dtype), array("q")
@@ -219,24 +221,24 @@ class _OpenColumn:
         """Append a row."""
         stop = self.tokens + len(tokens)
         if stop > len(self._values):
-            # In place: memory holds the tokens once, not once a document and once more in one piece. Nobody else has a
-            # view of the array between two shards.
+            # In place: memory holds the tokens once, not once per document and again in one array. There are no other
+            # views of the array between two shards.
             self._values.resize(stop + _SPARE_TOKENS, refcheck=False)
         self._values[self.tokens : stop] = tokens
         self.tokens = stop
         self._lengths.append(len(tokens))
 
     def column(self) -> pa.Array:
-        """All rows, a view."""
+        """Return all rows, as a view."""
         return _lists(self._lengths, self._values[: self.tokens])
 
     def clear(self) -> None:
-        """Begin anew in the same memory."""
+        """Remove all rows and keep the memory."""
         self.tokens, self._lengths = 0, array("q")
 
 
 class _OpenLists:
-    """Lists of numbers of the documents of a shard that is not written yet."""
+    """Lists of numbers of a shard's unwritten documents."""
 
     def __init__(self) -> None:
         self._numbers, self._lengths = array("q"), array("q")
@@ -247,12 +249,12 @@ class _OpenLists:
         self._lengths.append(len(numbers))
 
     def column(self) -> pa.Array:
-        """All rows, a view."""
+        """Return all rows, as a view."""
         return _lists(self._lengths, np.frombuffer(self._numbers, np.int64))
 
 
 class _OpenShard:
-    """The documents of a shard that is not written yet: their tokens, and a few bytes for each document."""
+    """Unwritten documents of a shard: their tokens, and a few bytes for each document."""
 
     def __init__(self, dtype: np.dtype, *, masked: bool, pairs: bool, paragraphs: bool) -> None:
         self._target = _OpenColumn(dtype)
@@ -271,7 +273,7 @@ class _OpenShard:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the documents; of pairs, of their targets."""
+        """Number of tokens of the documents; for pairs, of their targets."""
         return self._target.tokens
 
     def add(self, document: EncodedDocument) -> None:
@@ -292,7 +294,7 @@ class _OpenShard:
         self._names.append(document.name)
 
     def record_batch(self) -> pa.RecordBatch:
-        """The documents as one Arrow record batch, a view of this object: use it before the next ``add``."""
+        """Return the documents as one Arrow record batch, a view of this object: use it before the next ``add``."""
         columns = {
             "tokens": self._target.column(),
             "source": pa.array(np.frombuffer(self._sources, np.int16)),

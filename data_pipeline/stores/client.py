@@ -1,4 +1,4 @@
-"""The door to object stores: Arrow's own clients of S3 and Google Cloud Storage, imported when a URL is first used.
+"""Access to object stores: Arrow's clients of S3 and Google Cloud Storage, imported when a URL is first used.
 
 Keys, profile, region and endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE,
 AWS_REGION, AWS_ENDPOINT_URL; GOOGLE_APPLICATION_CREDENTIALS), and no message shows them.
@@ -22,7 +22,7 @@ from longctx.errors import DataError
 
 @dataclass(frozen=True)
 class ObjectKey:
-    """A folder or an object of a store, as a name alone."""
+    """Name of a folder or an object in a store."""
 
     scheme: str
     bucket: str
@@ -51,30 +51,33 @@ _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 
 @contextlib.contextmanager
 def explained(path: ObjectKey) -> Iterator[None]:
-    """Turn what a store refuses into a DataError that names the object and what to look at.
+    """Convert errors of a store to a DataError that names the object and gives advice.
 
-    FileNotFoundError passes: whoever asked knows what its absence means.
+    FileNotFoundError passes through: the caller knows its meaning.
     """
     try:
         yield
     except (DataError, FileNotFoundError):
         raise
     except Exception as error:
-        # Of any class: Arrow makes its own errors of those of two foreign libraries.
+        # Any class: Arrow derives its errors from those of two foreign libraries.
         raise DataError(
             f"{path} cannot be reached: {_without_secrets(str(error))}\n{_advice(path, str(error))}"
         ) from None
 
 
 def open_object(path: ObjectKey) -> BinaryIO:
-    """An object's bytes, buffered and seekable; FileNotFoundError where there is none, DataError while it is read."""
+    """Return an object's bytes as a buffered, seekable file; raise FileNotFoundError if there is none.
+
+    Errors while reading are DataErrors.
+    """
     with explained(path):
         native = _client(path).open_input_file(_inner(path))
     return cast(BinaryIO, io.BufferedReader(_ObjectFile(path, native), buffer_size=_READ_BYTES))
 
 
 def size_of(path: ObjectKey) -> int | None:
-    """Bytes of an object; None where there is none."""
+    """Return the bytes of an object; None if there is none."""
     info = _info(path)
     if info.is_file:
         return info.size
@@ -82,7 +85,7 @@ def size_of(path: ObjectKey) -> int | None:
 
 
 def written_at(path: ObjectKey) -> float | None:
-    """When an object was written, in seconds since 1970; None where there is none, or the store does not say."""
+    """Return the time an object was written, in seconds since 1970; None if it is missing or the time unknown."""
     info = _info(path)
     if info.is_file and info.mtime is not None:
         return info.mtime.timestamp()
@@ -90,25 +93,25 @@ def written_at(path: ObjectKey) -> float | None:
 
 
 def is_folder(path: ObjectKey) -> bool:
-    """Whether objects lie below a path."""
-    # Some stores say so of any prefix, and some of none: only what lies there tells.
+    """Return whether there are objects below a path."""
+    # Some stores report any prefix as a folder, and some none: only its contents are reliable.
     return bool(list_names(path)) or bool(list_objects(path))
 
 
 def list_objects(folder: ObjectKey) -> dict[str, int]:
-    """Bytes of every object below a folder by its relative path; empty where there is no such folder."""
+    """Return the bytes of every object below a folder by its relative path; empty if there is no such folder."""
     return {name: size for name, size in _listed(folder, recursive=True) if size is not None}
 
 
 def list_names(folder: ObjectKey) -> list[str]:
-    """What lies directly in a folder, by name."""
+    """Return the sorted names of a folder's direct contents."""
     return sorted(name for name, _ in _listed(folder, recursive=False))
 
 
 def upload(file: Path, to: ObjectKey, *, each: Callable[[bytes], None] | None = None) -> None:
-    """Write a file's bytes into an object, which appears when all are there; DataError where the store refuses.
+    """Write a file's bytes to an object, which appears when all are there; raise DataError if the store refuses.
 
-    ``each`` sees every block before it goes; an object for which it raises is of no use.
+    ``each`` receives every block before it is sent; if it raises, the object must be discarded.
     """
     with file.open("rb") as source, _written(to) as sink:
         while block := source.read(_SENT_BYTES):
@@ -118,7 +121,7 @@ def upload(file: Path, to: ObjectKey, *, each: Callable[[bytes], None] | None = 
 
 
 def write_object(to: ObjectKey, content: bytes) -> None:
-    """Write an object; DataError where the store refuses."""
+    """Write an object; raise DataError if the store refuses."""
     with _written(to) as sink:
         sink.write(content)
 
@@ -127,7 +130,7 @@ def write_object(to: ObjectKey, content: bytes) -> None:
 def _written(to: ObjectKey) -> Iterator[Any]:
     """Yield a stream into an object."""
     try:
-        # Arrow would compress by the ending of a name: a .zst once more.
+        # Otherwise Arrow would compress according to the name's ending: a .zst a second time.
         with explained(to), _client(to).open_output_stream(_inner(to), compression=None) as sink:
             yield sink
     except FileNotFoundError as error:
@@ -141,43 +144,43 @@ def remove(path: ObjectKey) -> None:
 
 
 class _ObjectFile(io.RawIOBase):
-    """An object under a buffer. A reading that fails is a DataError, and never looks like the damage of a file."""
+    """Raw file of an object. A failed read raises DataError, so it is never mistaken for damage of the file."""
 
     def __init__(self, path: ObjectKey, native: Any) -> None:
         self._path, self._native = path, native
 
     def readable(self) -> bool:
-        """True: it can be read."""
+        """Return True: the file is readable."""
         return True
 
     def seekable(self) -> bool:
-        """True: any part of it can be asked for."""
+        """Return True: any part of the file can be requested."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` as far as the next bytes go, and return their number; 0 at the end."""
+        """Fill ``buffer`` with the next bytes, and return their number; 0 at the end."""
         with self._explained():
             block = self._native.read(len(buffer))
         buffer[: len(block)] = block
         return len(block)
 
     def readall(self) -> bytes:
-        """All that is left: Python's own would ask for 8 KiB at a time."""
+        """Return the remaining bytes: Python's default would request 8 KiB at a time."""
         with self._explained():
             return self._native.read()
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a byte, without asking the store."""
+        """Seek to a byte without a request to the store."""
         with self._explained():
             self._native.seek(offset, whence)
             return self._native.tell()
 
     def tell(self) -> int:
-        """The byte that is read next."""
+        """Return the current position."""
         return self._native.tell()
 
     def close(self) -> None:
-        """End the reading."""
+        """Close the file."""
         if not self.closed:
             self._native.close()
         super().close()
@@ -192,7 +195,7 @@ class _ObjectFile(io.RawIOBase):
 
 
 def _inner(path: ObjectKey) -> str:
-    """A path as Arrow takes it."""
+    """Return a path in Arrow's format."""
     return f"{path.bucket}/{path.key}".rstrip("/")
 
 
@@ -202,7 +205,7 @@ def _info(path: ObjectKey) -> pafs.FileInfo:
 
 
 def _listed(folder: ObjectKey, *, recursive: bool) -> list[tuple[str, int | None]]:
-    """Relative path and bytes of all below a folder; None for folders."""
+    """Return relative path and bytes of everything below a folder; the bytes are None for folders."""
     import pyarrow.fs as pafs
 
     selector = pafs.FileSelector(_inner(folder), allow_not_found=True, recursive=recursive)
@@ -211,18 +214,18 @@ def _listed(folder: ObjectKey, *, recursive: bool) -> list[tuple[str, int | None
     begin = len(_inner(folder)) + 1
     sizes = {True: lambda info: info.size, False: lambda info: None}
     listed = [(info.path[begin:], sizes[info.is_file](info)) for info in found]
-    # Consoles of stores make an empty object to show a folder.
+    # Consoles of stores create an empty object to show a folder.
     return [(name, size) for name, size in listed if name and not name.endswith("/")]
 
 
 def _client(path: ObjectKey) -> pafs.FileSystem:
-    # A bucket's client, because buckets have regions of their own.
+    # One client per bucket, because buckets have their own regions.
     return _connected(path.scheme, path.bucket, os.getpid())
 
 
 @cache
 def _connected(scheme: str, bucket: str, process: int) -> pafs.FileSystem:
-    """The client of a bucket's store, one for each process: its threads do not survive a fork."""
+    """Return the client of a bucket's store, one for each process: its threads do not survive a fork."""
     import pyarrow.fs as pafs
 
     try:
@@ -244,7 +247,7 @@ def _connected(scheme: str, bucket: str, process: int) -> pafs.FileSystem:
 
 
 def _s3_options(bucket: str) -> dict[str, Any]:
-    """What the environment says, where Arrow's client does not look itself."""
+    """Return options from environment variables that Arrow's client does not read itself."""
     import pyarrow.fs as pafs
 
     options: dict[str, Any] = {}
@@ -255,12 +258,12 @@ def _s3_options(bucket: str) -> dict[str, Any]:
         scheme, separator, host = endpoint.rpartition("://")
         options["endpoint_override"] = host.rstrip("/")
         options["scheme"] = scheme if separator else "https"
-        # Stores of one's own have none, and the protocol asks for one.
+        # Private stores have none, and the protocol requires one.
         region = region or "us-east-1"
     elif proxy:
         options["proxy_options"] = proxy
     if not region and "AWS_PROFILE" not in os.environ:
-        # The bucket's own. Without an answer the client's own guess has to do.
+        # The bucket's own region. Without an answer, rely on the client's guess.
         with contextlib.suppress(OSError):
             region = pafs.resolve_s3_region(bucket)
     if region:
@@ -271,7 +274,7 @@ def _s3_options(bucket: str) -> dict[str, Any]:
 
 
 def _gcs_options() -> dict[str, Any]:
-    """The emulator that Google's own clients would take, if there is one."""
+    """Return options for the emulator that Google's own clients would use, if there is one."""
     emulator = os.environ.get("STORAGE_EMULATOR_HOST")
     if not emulator:
         return {}
@@ -280,7 +283,7 @@ def _gcs_options() -> dict[str, Any]:
 
 
 def _without_secrets(message: str) -> str:
-    """The first line of a library's message, without what the environment holds in secret."""
+    """Return the first line of a library's message, without secrets from the environment."""
     for name in _SECRETS:
         secret = os.environ.get(name)
         if secret:
@@ -291,11 +294,11 @@ def _without_secrets(message: str) -> str:
 
 
 def _advice(path: ObjectKey, message: str) -> str:
-    """What to look at."""
+    """Return advice on what to check."""
     keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (AWS_NO_SIGN_REQUEST=yes for a public bucket)"
     network = "Is the network up, and is AWS_ENDPOINT_URL right?"
     if path.scheme == "gs":
-        # Without keys the client asks the machine that it runs on for some, as if that were one of Google's.
+        # Without keys the client requests some from the local machine, as if it were one of Google's.
         keys, network = "GOOGLE_APPLICATION_CREDENTIALS", "Is the network up, and GOOGLE_APPLICATION_CREDENTIALS set?"
     if any(word in message for word in ("NETWORK_CONNECTION", "connect", "resolve host")):
         return f"{network} deepspeed forwards variables of .deepspeed_env alone."

@@ -1,6 +1,6 @@
-"""What a user may name as a place: a path, or a URL of an object store.
+"""Locations given by a user: a path, or a URL of an object store.
 
-An ``ObjectPath`` does what the readers ask of a ``Path``, so that whoever lists and reads need not know which it is.
+An ``ObjectPath`` has the methods of ``Path`` that the readers use, so that listing and reading work for both.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 
 class ObjectPath(ObjectKey):
-    """A folder or an object of a store. ``locate`` makes it of a URL."""
+    """A folder or an object of a store; ``locate`` makes it from a URL."""
 
     def __truediv__(self, name: str) -> ObjectPath:
         return ObjectPath(self.scheme, self.bucket, f"{self.key}/{name}".lstrip("/"))
 
     @property
     def name(self) -> str:
-        """The last name of the path."""
+        """The last component of the path."""
         return self.key.rpartition("/")[2] or self.bucket
 
     @property
     def parent(self) -> ObjectPath:
-        """The folder that holds it; a bucket is its own."""
+        """The folder that holds it; a bucket is its own parent."""
         return ObjectPath(self.scheme, self.bucket, self.key.rpartition("/")[0])
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """The object's bytes, buffered and seekable; FileNotFoundError where there is none, else DataError."""
+        """Open the object as a buffered, seekable file; raise FileNotFoundError if it is missing, else DataError."""
         assert mode == "rb"
         return open_object(self)
 
     def read_bytes(self) -> bytes:
-        """The whole object; FileNotFoundError where there is none, else DataError."""
+        """Return the object's content; raise FileNotFoundError if there is none, DataError for other failures."""
         with self.open() as file:
             return file.read()
 
     def is_file(self) -> bool:
-        """Whether there is such an object; DataError where the store does not say."""
+        """Return whether there is such an object; raise DataError if the store does not answer."""
         return size_of(self) is not None
 
     def is_dir(self) -> bool:
-        """Whether objects lie below it; DataError where the store does not say."""
+        """Return whether there are objects below it; raise DataError if the store does not answer."""
         return is_folder(self)
 
     def exists(self) -> bool:
-        """Whether it is an object, or a folder that holds some."""
+        """Return whether it is an object or a nonempty folder."""
         return self.is_file() or self.is_dir()
 
 
@@ -62,19 +62,19 @@ Location = Path | ObjectPath
 
 
 def is_url(spec: str) -> bool:
-    """Whether it begins like a URL."""
+    """Return whether a string begins like a URL."""
     return _URL.fullmatch(spec) is not None
 
 
 def locate(spec: str | Path | ObjectPath) -> Location:
-    """The place that a user has named; DataError for a URL that names none."""
+    """Return the location that a user has named; raise DataError for a URL that names none."""
     if not isinstance(spec, str):
         return spec
     match = _URL.fullmatch(spec)
     if match is None:
         return Path(spec)
     scheme, rest = match[1].lower(), match[2]
-    # First, and without the URL: what stands before an @ may be a secret.
+    # First, and without showing the URL: the part before an @ may be a secret.
     if "@" in rest.partition("/")[0]:
         raise DataError(
             f"a URL of {scheme}:// has a name or key before its @. Keys come from the environment, where no log shows "
@@ -91,8 +91,8 @@ def locate(spec: str | Path | ObjectPath) -> Location:
 
 
 def below(folder: str, name: str) -> str:
-    """What a folder of this name inside of ``folder`` is called."""
-    # A Path would make one slash of a URL's two.
+    """Return the path of the folder ``name`` inside ``folder``."""
+    # A Path would collapse a URL's two slashes.
     if is_url(folder):
         return f"{folder.rstrip('/')}/{name}"
     return str(Path(folder) / name)

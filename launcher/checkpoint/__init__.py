@@ -1,1 +1,1 @@
-"""Checkpoints of a run: saved by all ranks, found, loaded, set aside. The format: ``longctx/checkpoint_format.py``."""
+"""Checkpoints of a run: save, find, load and set aside on all ranks. The format: ``longctx/checkpoint_format.py``."""

@@ -1,4 +1,4 @@
-"""The checkpoints in a run folder: find what a run goes on from, set aside, clear up."""
+"""Checkpoints in a run folder: find the one to resume from, set newer ones aside, remove leftovers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _MOST_LETTERS = 240
 
 
 def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Path | None:
-    """The checkpoint that ``run.resume`` names; None for "no". CheckpointError when there is none such.
+    """Return the checkpoint that ``run.resume`` names, or None for "no". Raise CheckpointError if it does not exist.
 
-    None for "auto" too, where a run begins: no checkpoint of it is there, and none ever was.
-    One that the run's ``store`` has, and its folder not, is copied here. So is one that ``resume`` names by its URL.
+    Also return None for "auto" if the run is new: it has no checkpoint and never had one. A checkpoint that only the
+    run's ``store`` has is copied here first, and so is one that ``resume`` names by its URL.
     """
     if resume == "no":
         return None
@@ -53,7 +53,7 @@ def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Pa
             )
         return folder
     known = {step_of(path): path for path in list_checkpoints(run_folder)}
-    # A run that begins asks its store again, and is refused where that does not answer.
+    # A new run asks its store again later, and is refused if the store does not answer.
     there = _steps_there(store, is_told=bool(known) or resume != AUTO)
     steps = sorted(known.keys() | there, reverse=True)
     if not steps and resume == AUTO:
@@ -65,12 +65,12 @@ def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Pa
 
 
 def _newest(run_folder: Path, resume: str, known: Mapping[int, Path], store: Store | None, *, steps: list[int]) -> Path:
-    """The newest of these whose files are whole, unless training broke right after it and nothing proves it.
+    """Return the newest intact checkpoint, skipping unproved ones if training broke right after them.
 
-    Those that are not ``known`` here, or damaged, are looked for in the ``store``. CheckpointError, with why, where
-    none is whole.
+    A step that is not in ``known``, or is damaged here, is looked up in the ``store``. Raise CheckpointError with the
+    reasons if no checkpoint is intact.
     """
-    # "latest" trusts the files: loading checks their hashes anyway, and then says which one is damaged.
+    # "latest" trusts the files: loading checks their hashes anyway, and then reports the damaged one.
     is_checked, newest_whole = resume != "latest", None
     reasons: list[str] = []
     before = math.inf
@@ -100,7 +100,7 @@ def _newest(run_folder: Path, resume: str, known: Mapping[int, Path], store: Sto
 
 
 def _steps_there(store: Store | None, *, is_told: bool) -> set[int]:
-    """The checkpoints of a store; none, and where that ``is_told`` a warning, if it cannot be reached."""
+    """Return the checkpoint steps in a store; empty if it cannot be reached, with a warning if ``is_told``."""
     if store is None:
         return set()
     try:
@@ -112,7 +112,7 @@ def _steps_there(store: Store | None, *, is_told: bool) -> set[int]:
 
 
 def _brought(run_folder: Path, step: int, store: Store | None, reasons: list[str]) -> Path | None:
-    """A checkpoint copied here from the store, whole; None, a warning and one more of the ``reasons`` if that fails."""
+    """Copy a checkpoint from the store and return its folder; on failure warn, add to ``reasons`` and return None."""
     if store is None:
         return None
     try:
@@ -127,7 +127,7 @@ def _brought(run_folder: Path, step: int, store: Store | None, reasons: list[str
 
 
 def _fetch(run_folder: Path, address: str) -> Path:
-    """Copy the checkpoint of this URL, or the newest one of a run's, into the run's folder."""
+    """Copy the checkpoint at this URL, or the newest one if it is a run's URL, into the run's folder."""
     store, step = find_address(address)
     if step is None:
         there = store.committed()
@@ -140,27 +140,27 @@ def _fetch(run_folder: Path, address: str) -> Path:
 
 
 def remove_leftovers(run_folder: Path) -> None:
-    """Remove what killed saves and removals and earlier resumes left; the log says what. Nobody may be saving."""
+    """Remove and log leftovers of killed saves, killed removals and earlier resumes. No save may be under way."""
     for leftover in leftovers(run_folder, is_running=False):
         if remove_or_warn(leftover.path):
             log.info("Removed %s: %s.", leftover.path, leftover.what)
 
 
 def set_aside_newer(run_folder: Path, step: int) -> None:
-    """Rename checkpoints of steps after ``step`` to ``*.discarded``: a resumed run writes that history anew."""
+    """Rename checkpoints of steps after ``step`` to ``*.discarded``: a resumed run rewrites that history."""
     for path in list_checkpoints(run_folder):
         if step_of(path) > step:
             set_aside(path)
 
 
 def problems_of(path: Path) -> list[str]:
-    """What is wrong with a checkpoint; every byte of its files is read, unless its manifest says enough.
+    """Return the problems of a checkpoint. Every byte of its files is read, unless its manifest is already wrong.
 
-    Its hashes alone prove nothing, for anybody can form them: the manifest has to be one that a run can load.
+    Matching hashes alone are no proof, because anyone can compute them: a run must also be able to load the manifest.
     """
     try:
         reader = CheckpointReader(path)
-        # By arithmetic and names, so whatever sizes a manifest claims, they cost nothing.
+        # By arithmetic and names: even huge sizes in a manifest are cheap to check.
         check_tensors(reader)
         check_training(reader)
         problems = reader.verify()
@@ -172,7 +172,7 @@ def problems_of(path: Path) -> list[str]:
 
 
 def _on_one_line(problems: list[str]) -> str:
-    """Problems for the log, cut to a line: of a damaged checkpoint every file may be one."""
+    """Shorten problems to one line for the log: a damaged checkpoint may have one for every file."""
     first = problems[0].splitlines()[0]
     if len(first) > _MOST_LETTERS:
         first = f"{first[:_MOST_LETTERS]}…"
@@ -182,7 +182,7 @@ def _on_one_line(problems: list[str]) -> str:
 
 
 def _none_good(run_folder: Path, resume: str, store: Store | None, reasons: list[str]) -> str:
-    """The message where checkpoints are there, and a run can go on from none of them."""
+    """Return the error message if checkpoints exist but none can be resumed from."""
     lines = [f"run.resume={resume!r}, and no checkpoint of {run_folder / CHECKPOINTS} can be gone on from:"]
     lines += [f"  {reason}" for reason in reasons[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
@@ -204,18 +204,18 @@ def _none_found(run_folder: Path, resume: str, store: Store | None) -> str:
 
 
 def _offer(run_folder: Path) -> str:
-    """The checkpoints that a user can name instead."""
+    """Return advice that lists the checkpoints the user can name instead."""
     known = [p.name for p in list_checkpoints(run_folder)]
     if not known:
         return f"{run_folder / CHECKPOINTS} holds none either; {_START_ANEW}"
     return f"Checkpoints of this run: {', '.join(known)}, or --run.resume latest."
 
 
-# Whether a run without a checkpoint may begin: one that has saved before has lost something, and must not.
+# Check that a run without a checkpoint may begin: if it has saved before, it has lost data and must not.
 
 
 def check_never_saved(run_folder: Path) -> None:
-    """CheckpointError where a run whose folder has no committed checkpoint once had one."""
+    """Raise CheckpointError if the run has no committed checkpoint but once had one."""
     lost = _remains(run_folder) or _recorded(run_folder)
     if lost:
         raise CheckpointError(
@@ -226,8 +226,8 @@ def check_never_saved(run_folder: Path) -> None:
 
 
 def _remains(run_folder: Path) -> str:
-    """What is left of a checkpoint; empty where nothing is."""
-    # Saves that were killed begin with a dot. A folder of this name is renamed to it once it is whole.
+    """Describe the remains of a checkpoint; empty if there are none."""
+    # Folders of killed saves begin with a dot. A folder gets this name once it is complete.
     for path in sorted((run_folder / CHECKPOINTS).glob("step_*")):
         if path.name.endswith(".discarded"):
             return f"{path.name} is there, which an earlier start has set aside"
@@ -236,7 +236,7 @@ def _remains(run_folder: Path) -> str:
 
 
 def _recorded(run_folder: Path) -> str:
-    """What the metrics say of an earlier checkpoint; empty where they speak of none."""
+    """Describe evidence of an earlier checkpoint in the metrics; empty if there is none."""
     last = 0
     for record in readable_records(run_folder / METRICS_FILE):
         step, event = record["step"], record.get("event")
@@ -251,7 +251,7 @@ def _recorded(run_folder: Path) -> str:
 
 
 def _save_interval(run_folder: Path) -> int:
-    """The ``checkpoint.every_steps`` of the start before; 0 where nothing says it."""
+    """Return ``checkpoint.every_steps`` of the previous start; 0 if unknown."""
     section = checkpoint_section(run_folder)
     every = section.get("every_steps", 0) if isinstance(section, dict) else 0
     if type(every) is not int:
@@ -260,7 +260,7 @@ def _save_interval(run_folder: Path) -> int:
 
 
 def checkpoint_section(run_folder: Path) -> Any:
-    """Return what a run's ``config.toml`` has as its section ``checkpoint``; None if it cannot be read."""
+    """Return the ``checkpoint`` section of a run's ``config.toml``; None if it cannot be read."""
     try:
         return tomllib.loads((run_folder / CONFIG_FILE).read_text()).get("checkpoint", {})
     except (OSError, ValueError):

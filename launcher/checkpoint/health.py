@@ -1,4 +1,4 @@
-"""What the checkpoints of a run are: steps, sizes, ages, whether they are whole and proved, which ones stay."""
+"""Health of a run's checkpoints: step, size, age, integrity, proof, and which ones retention keeps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROVED, WHOLE, DAMAGED = "proved", "whole", "damaged"
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One checkpoint."""
+    """Summary of one checkpoint."""
 
     step: int
     folder: Path | ObjectPath
@@ -43,17 +43,17 @@ class Summary:
 
 
 def summaries(run: Path, *, check: bool) -> list[Summary]:
-    """The committed checkpoints of a run, oldest first; every byte of them is read to ``check`` their hashes."""
+    """Return summaries of a run's committed checkpoints, oldest first; with ``check``, verify every hash."""
     return [_summary(folder, check=check) for folder in list_checkpoints(run)]
 
 
 def stored_summaries(store: Store, *, check: bool) -> list[Summary]:
-    """``summaries`` of the checkpoints in a store; sizes there are what it lists."""
+    """Return ``summaries`` of the checkpoints in a store, with the sizes that the store lists."""
     return [_stored_summary(step, stored, check=check) for step, stored in store.committed().items()]
 
 
 def staying_there(store: Store) -> dict[int, str] | None:
-    """``staying`` by the config in the newest checkpoint's manifest."""
+    """Return ``staying`` for a store, by the config in its newest checkpoint's manifest."""
     there = store.committed()
     if not there:
         return {}
@@ -82,7 +82,7 @@ def _stored_summary(step: int, stored: StoredCheckpoint, *, check: bool) -> Summ
 
 
 def staying(run: Path) -> dict[int, str] | None:
-    """The steps that the run's own rule keeps, each with why; None where it has no config that says."""
+    """Return the steps that the run's retention keeps, each with the reason; None if its config is unusable."""
     retention = _retention(checkpoint_section(run))
     if retention is None:
         return None
@@ -90,7 +90,7 @@ def staying(run: Path) -> dict[int, str] | None:
 
 
 def _summary(folder: Path, *, check: bool) -> Summary:
-    # From the folder's name, which is there even when the manifest cannot be read.
+    # From the folder's name, which works even if the manifest cannot be read.
     step = step_of(folder)
     age = time.time() - (folder / MANIFEST).stat().st_mtime
     try:
@@ -115,8 +115,8 @@ def _judged(
     problems: Sequence[str],
     is_proved: Callable[[], bool],
 ) -> Summary:
-    """Return the summary of a checkpoint whose manifest can be read."""
-    # A proof is of what was saved: it says nothing of files that were damaged since.
+    """Return the summary of a checkpoint with a readable manifest."""
+    # A proof covers the state that was saved, not damage to its files since then.
     health = WHOLE
     if problems:
         health = DAMAGED
@@ -135,7 +135,7 @@ def _judged(
 
 
 def _retention(section: Any) -> Retention | None:
-    """The rule in a config's section; None if that is no mapping. What a release did not know is at its default."""
+    """Return the retention of a config section, defaults for missing keys; None if the section is invalid."""
     defaults = CheckpointSection()
     try:
         values = [section.get(key, getattr(defaults, key)) for key in ("keep_last", "keep_every", "keep_best")]

@@ -1,4 +1,4 @@
-"""A copy of what a rank owns, in the machine's memory, so that training goes on while a thread writes it."""
+"""Host copy of a rank's state, so that training continues while a thread writes it."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ _LARGEST_SHARE = 0.8
 
 
 class HostCopy:
-    """Memory for a rank's values, taken once: to take it anew for each save would cost as long as the copy itself."""
+    """Host memory for a rank's values, allocated once: allocating it for each save would cost as much as the copy."""
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        """Take it, page by page; page-locked if ``device``, where the values are, is a GPU. RuntimeError if the system
-        refuses that."""
+        """Allocate the memory page by page; page-locked if ``device``, which holds the values, is a GPU.
+
+        Raise RuntimeError if the system refuses to lock the pages.
+        """
         count, self._device = sum(map(_values_of, pieces)), device
         memory = mmap.mmap(-1, max(1, count) * VALUE_BYTES)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        # Pages come when they are first written to: now, while training goes on.
+        # Pages are allocated on first write: do it now, while training continues.
         self._values = torch.frombuffer(memory, dtype=torch.float32, count=count).zero_()
         if device.type == "cuda" and count:
-            # Before its memory goes. At the process's end all of it goes at once.
+            # Unlock before the memory is freed. At process exit all of it is released at once.
             weakref.finalize(self, lock_pages(self._values, device)).atexit = False
 
     def fill(self, pieces: Sequence[Piece], values: Iterable[Tensor]) -> list[Tensor]:
-        """Copy the values of the pieces; returns them, float32, in their order. They last until the next call."""
+        """Copy the values of the pieces and return them as float32, in order. They stay valid until the next call."""
         copied, start = [], 0
         for one, tensor in zip(pieces, values, strict=True):
             own = self._values[start : start + one.numel]
-            # Those of a GPU leave it one after the other, without a wait in between. In the order of its computation:
-            # memory that is freed here is written to behind the copy.
+            # GPU values are copied one after the other without waiting, in stream order: memory freed here is only
+            # overwritten after its copy.
             own.copy_(tensor.detach().flatten(), non_blocking=True)
             copied.append(own)
             start += _values_of(one)
@@ -54,22 +56,22 @@ class HostCopy:
 
 
 def _values_of(piece: Piece) -> int:
-    """An even number: a piece then begins at a word of 64 bits, by which it is summed without a copy."""
+    """Return a piece's size rounded up to even, so that each piece starts at a 64-bit word and is summed uncopied."""
     return piece.numel + piece.numel % 2
 
 
 class Copies:
-    """Takes the memory for a rank's copy when there is some, in a thread."""
+    """Allocator of a rank's host copy: takes the memory in a thread if enough is free."""
 
     def __init__(self, engine: ZeroEngine, thread: ThreadPoolExecutor, *, wanted: bool, ranks_here: int) -> None:
-        """``wanted`` is the same on all ranks; ``ranks_here`` share this machine."""
+        """Store settings without allocating. ``wanted`` is the same on all ranks; ``ranks_here`` share this machine."""
         self.wanted = wanted
         self._engine, self._thread, self._ranks_here = engine, thread, ranks_here
         self._has_looked = False
         self._taken: Future[HostCopy] | None = None
 
     def reserve(self) -> None:
-        """Take the memory, at the first call: once a step has shown what training itself takes."""
+        """Allocate the memory at the first call, which comes after a step has shown how much training itself needs."""
         if not self.wanted or self._has_looked:
             return
         self._has_looked = True
@@ -78,21 +80,21 @@ class Copies:
             self._taken = self._thread.submit(HostCopy, pieces, torch.device(self._engine.partition.engine.device))
 
     def get(self) -> HostCopy | None:
-        """The memory; None where there is none, or the system gave less than it had."""
+        """Return the memory; None if there is too little or the system did not provide it."""
         self.reserve()
         if self._taken is None:
             return None
-        # A save is due before the memory is there: it is quicker to wait for it than to write.
+        # A save is due before the memory is ready: waiting for it is faster than writing without a copy.
         try:
             return self._taken.result()
         except (RuntimeError, MemoryError, OSError):
             return None
 
     def give_up(self) -> None:
-        """Copy no more, and free what was taken: another rank has no memory, and what is free can only be less."""
+        """Disable copies and free the memory: another rank has none, and free memory can only shrink."""
         self.wanted, self._taken = False, None
 
 
 def copy_bytes(pieces: Sequence[Piece]) -> int:
-    """Bytes of the copy."""
+    """Return the size of the copy in bytes."""
     return VALUE_BYTES * sum(one.numel for one in pieces)

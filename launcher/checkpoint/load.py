@@ -1,4 +1,4 @@
-"""Load a checkpoint into the engine, once its files and its model are checked."""
+"""Load a checkpoint into the engine after checking its files and its model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _COPY_AGAIN = "Copy or convert it again, or start from another one."
 
 
 def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> CheckpointReader:
-    """Load weights and moments into the engine; returns the reader, whose manifest has the rest. Collective.
+    """Load weights and moments into the engine and return the reader; its manifest has the rest. Collective.
 
-    Every block is hashed before its values are used. CheckpointError on all ranks when the checkpoint is damaged, and
-    the engine is then of no use, or is of another model.
+    Every block is hashed before its values are used. Raise CheckpointError on all ranks if the checkpoint is of another
+    model, or is damaged; in the latter case the engine cannot be used any more.
     """
 
     def check(reader: CheckpointReader) -> None:
@@ -41,10 +41,11 @@ def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> Che
 
 
 def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
-    """Load weights alone: the optimiser starts afresh, at step 0. Collective.
+    """Load weights alone: the optimiser starts fresh at step 0. Collective.
 
-    Checked like ``load_checkpoint``, except that ``model`` may reach further than the checkpoint's does: ``rope`` (how
-    positions are stretched, not which channels are rotated), ``max_positions`` and ``window`` may be others.
+    Checked like ``load_checkpoint``, except that the context length of ``model`` may differ from the checkpoint's:
+    ``rope`` (the scaling of positions, not the choice of rotated channels), ``max_positions`` and ``window`` may
+    change.
     """
     reader = _checked(folder, engine, lambda reader: check_start(reader, model), _COPY_AGAIN)
     _fill(engine, reader, _COPY_AGAIN, step=0, moments=False)
@@ -53,7 +54,7 @@ def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
 def _checked(
     folder: Path, engine: ZeroEngine, check: Callable[[CheckpointReader], None], advice: str
 ) -> CheckpointReader:
-    """Open a checkpoint; CheckpointError on all ranks unless its manifest, shapes and files are right. Collective."""
+    """Open a checkpoint. Raise CheckpointError on all ranks if its manifest, shapes or files are wrong. Collective."""
 
     def read_and_check() -> CheckpointReader:
         # From cheap to expensive: the manifest, then shapes, then files.
@@ -67,7 +68,7 @@ def _checked(
 
 
 def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
-    """CheckpointError unless the checkpoint's model and the run's are the same function of the same weights."""
+    """Raise CheckpointError unless the checkpoint's and the run's model are the same function of the same weights."""
     differing = model_config(reader).differences(model)
     if differing:
         raise CheckpointError(
@@ -77,17 +78,17 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
 
 
 def check_start(reader: CheckpointReader, model: ModelConfig) -> None:
-    """Beyond what training alone reads, only how far positions reach may change."""
+    """Raise CheckpointError if the models differ in more than training-only fields and the reach of positions."""
     differing = fixed_differences(model_config(reader), model)
     if differing:
         raise CheckpointError(f"{_of_another_model(reader, model, differing)}\n{MAY_CHANGE}")
 
 
 def check_training(reader: CheckpointReader) -> None:
-    """CheckpointError unless what the manifest says of the run can be gone on with; nothing but it is read."""
+    """Raise CheckpointError unless the manifest's training state allows the run to continue. Only it is read."""
     training, model = reader.manifest["training"], model_config(reader)
     _optimizer_steps(reader)
-    # One that was converted or upcycled has no loader, and begins at step 0.
+    # A converted or upcycled checkpoint has no loader state, and begins at step 0.
     if "loader" in training and training.get("step") != reader.step:
         raise CheckpointError(
             f"{reader.folder}: training.step={training.get('step')!r} is not the step {reader.step} of the checkpoint. "
@@ -103,8 +104,8 @@ def check_training(reader: CheckpointReader) -> None:
 
 
 def _optimizer_steps(reader: CheckpointReader) -> int:
-    """Steps that the optimiser has taken: fewer than the run's where some were left out."""
-    # Earlier releases left out none, and did not say.
+    """Return the number of optimiser steps taken: fewer than the run's if some were skipped."""
+    # Earlier releases skipped no step and did not record the number.
     taken = reader.manifest["training"].get("optimizer_steps", reader.step)
     if type(taken) is not int or not 0 <= taken <= reader.step:
         raise CheckpointError(
@@ -114,7 +115,7 @@ def _optimizer_steps(reader: CheckpointReader) -> int:
 
 
 def _of_another_model(reader: CheckpointReader, model: ModelConfig, differing: Collection[str]) -> str:
-    """The message about fields that differ, one a line; of rope its own keys."""
+    """Return the message about differing fields, one per line; for ``rope``, one line per key of it."""
     lines = [f"{reader.folder} is of another model:"]
     for name, (theirs, ours) in model_changes(model_config(reader), model).items():
         if name in differing or name.partition(".")[0] in differing:
@@ -123,9 +124,9 @@ def _of_another_model(reader: CheckpointReader, model: ModelConfig, differing: C
 
 
 def _check_optimizer(reader: CheckpointReader, engine: ZeroEngine) -> None:
-    """CheckpointError if the moments in a checkpoint are another optimiser's."""
+    """Raise CheckpointError if the checkpoint's moments are those of another optimiser."""
     wanted = engine.roles
-    # Tensors of another name are the next check's.
+    # Tensors with unknown names are left to the next check.
     other = [name for name in reader.names() if name in wanted and reader.roles_of(name) != wanted[name]]
     if len(reader.roles) == 1 or not other:
         return
@@ -138,7 +139,7 @@ def _check_optimizer(reader: CheckpointReader, engine: ZeroEngine) -> None:
 
 
 def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
-    """CheckpointError unless the checkpoint's tensors are the engine's, by name and shape."""
+    """Raise CheckpointError unless the names and shapes of the checkpoint's tensors equal the engine's."""
     shapes = {name: tuple(shape) for name, shape in engine.shapes.items()}
     stored = {name: reader.shape(name) for name in reader.names()}
     if shapes != stored:
@@ -147,9 +148,9 @@ def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
 
 
 def _check_files(reader: CheckpointReader, advice: str) -> None:
-    """CheckpointError unless the checkpoint's files are there, and those whole that are not hashed while they are read.
+    """Raise CheckpointError unless all files exist in full size, and files that are not hashed while read are intact.
 
-    Each rank hashes some of these: earlier releases listed no hashes of blocks.
+    Earlier releases listed no hashes of blocks. The ranks divide the hashing of such files.
     """
     listed = reader.manifest["files"]
     problems = reader.wrong_sizes()
@@ -161,9 +162,9 @@ def _check_files(reader: CheckpointReader, advice: str) -> None:
 
 
 def _fill(engine: ZeroEngine, reader: CheckpointReader, advice: str, *, step: int, moments: bool) -> None:
-    """Fill the engine from a checkpoint; each rank reads the ranges that it owns, whatever ranks and stage wrote them.
+    """Fill the engine from a checkpoint. Each rank reads the ranges it owns, independent of the saving ranks and stage.
 
-    CheckpointError on all ranks where any of them met damage. Collective.
+    Raise CheckpointError on all ranks if any of them finds damage. Collective.
     """
     problems: list[str] = []
 
@@ -171,7 +172,7 @@ def _fill(engine: ZeroEngine, reader: CheckpointReader, advice: str, *, step: in
         try:
             reader.read_into(name, role, start, out)
         except CheckpointError as error:
-            # The others are on their way into collectives: this rank goes along, and its damage is told in the end.
+            # The other ranks are about to enter collectives: this rank joins them and reports the damage at the end.
             problems.append(str(error))
             out.fill_(math.nan)
 

@@ -1,7 +1,7 @@
-"""Copies a run's checkpoints to an object store, in a thread of rank 0: whatever the store does, training goes on.
+"""Copy a run's checkpoints to an object store in a thread of rank 0. Training continues even if the store fails.
 
-What fails is said once and tried again, later each time. What is not there when the run ends is said, and sent by the
-next start.
+A failure is logged once and retried with growing pauses. Checkpoints that are missing in the store when the run ends
+are logged, and the next start sends them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _LEAVE_SECONDS = 5.0
 
 
 class _BrokenOffError(DataError):
-    """The run does not wait for a transfer any longer."""
+    """Transfer cancelled because the run does not wait for it any longer."""
 
 
 class _There:
-    """What is done in the store, turn by turn. DataError where it does not take it."""
+    """Operations on the store, one turn after the other. They raise DataError if the store refuses or fails."""
 
     def __init__(self, run_folder: Path, store: Store, retention: Retention, *, step: int) -> None:
         self._run, self._store, self._retention, self._step = run_folder, store, retention, step
@@ -46,7 +46,7 @@ class _There:
         """What was read of the checkpoints there: it does not change, but for their proof."""
 
     def meet(self) -> None:
-        """At first: let checkpoints that come after the step where this run began be none any more."""
+        """On the first call, discard stored checkpoints of steps after the one at which this run began."""
         if self._met:
             return
         for step, stored in self._store.committed().items():
@@ -64,11 +64,11 @@ class _There:
             sent += count
             seen(count)
 
-        # Bytes tell whether anything was sent: a start looks after what the one before may have sent already.
+        # The byte count shows whether anything was sent: the previous start may have sent it already.
         try:
             self._store.send(folder, seen=see)
         except CheckpointError as error:
-            # Of this machine, not of the store: to try again would not help.
+            # The fault is this machine's, not the store's: a retry would not help.
             log.warning("%s is not sent to %s: %s", folder.name, self._store, error)
             self.refused = folder
             return
@@ -78,13 +78,13 @@ class _There:
         self.prove(folder)
 
     def prove(self, folder: Path) -> None:
-        """Send what proves a checkpoint, if something does."""
+        """Send the proof of a checkpoint, if it has one."""
         if (folder / PROVED).is_file():
             self._store.prove(folder)
             self._known.pop(step_of(folder), None)
 
     def prune(self) -> None:
-        """Remove what does not stay, and what was begun and never finished."""
+        """Remove checkpoints that retention does not keep, and unfinished ones."""
         there = self._store.steps()
         self._known = {step: one for step, one in self._known.items() if step in there}
         for step, stored in there.items():
@@ -97,10 +97,10 @@ class _There:
 
 
 class Mirror:
-    """Sends committed checkpoints, and lets older ones go there by the run's own rule."""
+    """Sender of committed checkpoints to a store. Removes older ones there by the run's retention."""
 
     def __init__(self, run_folder: Path, store: Store, retention: Retention, *, step: int) -> None:
-        """``step`` is where the run stands: later checkpoints in the store are of a history that it has left."""
+        """Prepare for a run at ``step``: later checkpoints in the store belong to a history that the run has left."""
         self._run, self._store = run_folder, store
         self._there = _There(run_folder, store, retention, step=step)
         self._changed = threading.Condition()
@@ -113,18 +113,18 @@ class Mirror:
         """Attempts that failed in a row."""
         self._reason = ""
         self._left = self._ends = False
-        # A daemon: a process whose store does not answer must end all the same.
+        # A daemon: the process must be able to exit even if the store does not answer.
         self._thread = threading.Thread(target=self._run_thread, name="mirror", daemon=True)
 
     def start(self) -> None:
-        """Begin, with the newest checkpoint that is here: what an earlier process did not come to send."""
+        """Start the thread with the newest local checkpoint, which an earlier process may not have sent."""
         here = list_checkpoints(self._run)
         if here:
             self.add(here[-1])
         self._thread.start()
 
     def add(self, folder: Path) -> None:
-        """Send a committed checkpoint; it takes the place of one that still waits."""
+        """Send a committed checkpoint; it replaces one that is still waiting."""
         with self._changed:
             if self._waiting is not None and self._waiting != folder:
                 log.info("%s is not sent to %s: %s comes first.", self._waiting.name, self._store, folder.name)
@@ -132,20 +132,20 @@ class Mirror:
             self._changed.notify_all()
 
     def prove(self, folder: Path) -> None:
-        """Send what proves a checkpoint, once that is there itself."""
+        """Send the proof of a checkpoint after the checkpoint itself."""
         with self._changed:
             self._proved.add(folder)
             self._changed.notify_all()
 
     def held(self) -> set[int]:
-        """Steps that have to stay here for now: they are being sent."""
+        """Return the steps that must stay on disk because they are being sent."""
         with self._changed:
             return {step_of(folder) for folder in (self._waiting, self._sending) if folder is not None}
 
     def finish(self, seconds: float) -> bool:
-        """Wait until all is sent, at most so long, and while the store takes it; the log says what is missing.
+        """Wait up to ``seconds`` until all is sent, or until the store keeps failing; log the missing checkpoint.
 
-        Returns whether the newest checkpoint is in the store.
+        Return whether the newest checkpoint is in the store.
         """
         with self._changed:
             self._ends, self._failures = True, 0
@@ -165,9 +165,9 @@ class Mirror:
         return not is_left and self._there.refused is None
 
     def _wait_for_all(self, end: float) -> None:
-        """Return when nothing is left to send, the store does not take it, or at the time ``end``."""
+        """Return when everything is sent, when the store keeps failing, or at the time ``end``."""
         while self._is_busy() and self._failures < _LAST_ATTEMPTS and time.monotonic() < end:
-            # Whoever watches for ranks that hang sees each time that this one only waits.
+            # Each span tells the watchdog for hanging ranks that this one only waits.
             begin("sending a checkpoint to its store", disk=True)
             self._changed.wait(min(1.0, max(0.0, end - time.monotonic())))
 
@@ -175,7 +175,7 @@ class Mirror:
         return self._waiting is not None or self._sending is not None or bool(self._proved)
 
     def _name(self) -> str:
-        """What is on its way, for a message."""
+        """Return the name of the pending transfer for a message."""
         folder = self._waiting or self._sending
         if folder is None:
             return "the proof of a checkpoint"
@@ -188,28 +188,28 @@ class Mirror:
             except _BrokenOffError:
                 return
             except Exception as error:
-                # Of any class: a fault of ours must not cost the run either.
+                # Any class of error: not even a bug of ours may end the run.
                 self._failed(error)
             else:
                 self._succeeded()
 
     def _next(self) -> bool:
-        """Wait for something to do, and for the pause after a failure; False when the run has ended."""
+        """Wait for work and for the pause after a failure; return False when the run has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_busy() or self._ends)
             pause = 0.0
             if self._failures:
                 pause = min(_FIRST_PAUSE_SECONDS * 2 ** (self._failures - 1), _LONGEST_PAUSE_SECONDS)
-            # A run that ends is not kept waiting for a pause that was begun before.
+            # A run that ends does not wait for a pause that began earlier.
             ended_before = self._ends
             self._changed.wait_for(lambda: self._left or self._ends != ended_before, timeout=pause)
             return self._is_busy() and not self._left
 
     def _take_turn(self) -> None:
-        """Send what waits and what proves it, and let older ones go. DataError where the store does not take it."""
+        """Send the waiting checkpoint and proofs, then prune. Raise DataError if the store refuses or fails."""
         self._there.meet()
         with self._changed:
-            # One that failed before is sent unless there is a newer one.
+            # Retry one that failed before, unless there is a newer one.
             self._sending, self._waiting = self._waiting or self._sending, None
             folder, proved = self._sending, set(self._proved)
         if folder is not None:
@@ -223,7 +223,7 @@ class Mirror:
             self._changed.notify_all()
 
     def _see(self, count: int) -> None:
-        """Look on as bytes are sent and read back."""
+        """Cancel the transfer if the run no longer waits; called as bytes are sent and read back."""
         if self._left:
             raise _BrokenOffError("the run has ended")
 

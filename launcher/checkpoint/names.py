@@ -1,4 +1,4 @@
-"""Where a checkpoint is: under its own name while it is whole, hidden while it is written or removed."""
+"""Paths of checkpoints: the final name when complete, a hidden name while written or removed."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ _SAVING_SECONDS = 3600.0
 
 
 def folder_of(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step will be."""
+    """Return the folder of the checkpoint of a step."""
     return run_folder / CHECKPOINTS / f"step_{step:06d}"
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint, by its folder's name."""
+    """Return the step of a checkpoint from its folder's name."""
     return int(folder.name.removeprefix("step_"))
 
 
 def hidden_folder(target: Path) -> Path:
-    """Where it is until it is committed: no reader takes that for a checkpoint."""
+    """Return the folder used until commit. Its name is hidden, so that no reader takes it for a checkpoint."""
     return target.with_name(f".{target.name}.partial")
 
 
 def make_empty(folder: Path) -> None:
-    """Make the folder anew, without what a killed save has left in it."""
+    """Create the folder empty, removing the remains of a killed save."""
     shutil.rmtree(folder, ignore_errors=True)
-    # Not the run's folder: one that is gone was removed while the run went on.
+    # Do not create the run's folder: if it is missing, it was removed during the run.
     folder.parent.mkdir(exist_ok=True)
     folder.mkdir()
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint to ``*.discarded``, in place of an older one of that name."""
+    """Rename a checkpoint to ``*.discarded``, replacing an older one of that name."""
     aside = path.with_name(f"{path.name}.discarded")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint's folder, under another name first; OSError where the file system refuses."""
+    """Rename a checkpoint's folder to a hidden name, then remove it. Raise OSError if the file system refuses."""
     if path.name.startswith("."):
-        # Nobody takes it for a checkpoint.
+        # Hidden already: no reader takes it for a checkpoint.
         shutil.rmtree(path)
         return
     hidden = path.with_name(f".{path.name}.{_REMOVED}")
-    # Of a removal that was killed.
+    # Left by a killed removal.
     shutil.rmtree(hidden, ignore_errors=True)
-    # In one stroke: a removal that is killed leaves no folder with a manifest and half of its files.
+    # A rename is atomic: a killed removal leaves no folder with a manifest and half of its files.
     path.rename(hidden)
     shutil.rmtree(hidden)
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """What is no checkpoint any more, or never became one."""
+    """Folder of a discarded or unfinished checkpoint."""
 
     path: Path
     what: str
 
 
 def leftovers(run: Path, *, is_running: bool) -> list[Leftover]:
-    """Saves and removals that were killed, and checkpoints that a resumed run set aside.
+    """Return killed saves, killed removals and checkpoints that a resumed run set aside.
 
-    Of a run that ``is_running``, as far as one knows, a save that was written to within the last hour is none.
+    If the run ``is_running``, a save written to within the last hour may be under way and is left out.
     """
     found = []
     folder = run / CHECKPOINTS
@@ -88,7 +88,7 @@ def leftovers(run: Path, *, is_running: bool) -> list[Leftover]:
 def _last_written(folder: Path) -> float:
     times = [folder.stat().st_mtime]
     for inner in folder.iterdir():
-        # A save that is under way may give it another name, or remove it.
+        # A save under way may rename or remove it.
         with suppress(FileNotFoundError):
             times.append(inner.stat().st_mtime)
     return max(times)

@@ -1,7 +1,7 @@
-"""Which checkpoints of a run are proved, and which ones stay, and why.
+"""Proof and retention of a run's checkpoints.
 
-Proved is one from whose weights training, or a validation, went on and gave a loss that can be right. A file beside the
-manifest says so. It is written later than the manifest, so it is not under its hash: it names it.
+A checkpoint is proved if training or validation continued from its weights with a plausible loss. A file beside the
+manifest records this. It is written after the manifest, so it is not covered by the manifest's hash but names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VALIDATION_LOSS = "validation_loss"
 
 @dataclass(frozen=True)
 class Proof:
-    """The loss that proves a checkpoint."""
+    """Loss that proves a checkpoint."""
 
     by: str
     """``step``, a later training step, or ``validation``, of the weights that were saved."""
@@ -40,18 +40,18 @@ class Proof:
 
 
 def is_in_range(loss: float, before: float) -> bool:
-    """Whether a loss is finite and not far above the one ``before``: at most twice it, or 1 nat more."""
-    # Twice a small loss is noise, and 1 nat more of a large one too.
+    """Return whether a loss is finite and at most twice the one ``before``, or at most 1 nat above it."""
+    # Twice a small loss is within noise, and so is 1 nat above a large one.
     return math.isfinite(loss) and loss <= max(2 * before, before + 1)
 
 
 def write_proof(folder: Path, manifest_hash: str, proof: Proof) -> None:
-    """Write beside a committed checkpoint what proves it; CheckpointError where the disk refuses."""
+    """Write the proof of a committed checkpoint into its folder. Raise CheckpointError if the disk refuses."""
     write_atomically(folder / PROVED, seal_proof(manifest_hash, asdict(proof)), CheckpointError)
 
 
 def is_proved(folder: Path, manifest_hash: Any) -> bool:
-    """Whether the checkpoint of this manifest is proved; a proof that names another manifest is none."""
+    """Return whether the checkpoint with this manifest is proved; a proof of another manifest does not count."""
     try:
         content = read_proof(folder)
     except CheckpointError:
@@ -60,7 +60,7 @@ def is_proved(folder: Path, manifest_hash: Any) -> bool:
 
 
 def broken_step_after(run_folder: Path, step: int, before: float = math.inf) -> int | None:
-    """The first recorded training step after ``step``, up to ``before``, that was not finite; None where all were."""
+    """Return the first recorded training step in (``step``, ``before``] that was not finite; None if there is none."""
     for record in readable_records(run_folder / METRICS_FILE):
         if record["kind"] == "train" and step < record["step"] <= before and not _is_finite(record):
             return record["step"]
@@ -68,15 +68,15 @@ def broken_step_after(run_folder: Path, step: int, before: float = math.inf) -> 
 
 
 def _is_finite(record: dict[str, Any]) -> bool:
-    """Whether loss and gradient were finite; the gradient of a step that was left out may be None."""
+    """Return whether loss and gradient norm are finite; a skipped step may have the norm None."""
     loss, norm = record.get("loss"), record.get("grad_norm", 0.0)
-    # In a step without a loss no token counts.
+    # A step has no loss if none of its tokens counts.
     return norm is not None and math.isfinite(norm) and (loss is None or math.isfinite(loss))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A committed checkpoint, as far as it matters to whether it stays."""
+    """Properties of a committed checkpoint that decide whether it is kept."""
 
     folder: Path
     step: int
@@ -86,7 +86,7 @@ class Candidate:
 
     @classmethod
     def of(cls, folder: Path) -> Candidate:
-        """What the folder and its manifest say; one that cannot be read has no loss, and is not proved."""
+        """Return the candidate of a folder; one that cannot be read has no loss and is not proved."""
         try:
             manifest = _read_quickly(folder)
             training = dict(manifest["training"])
@@ -96,7 +96,7 @@ class Candidate:
 
     @classmethod
     def judged(cls, folder: Path, step: int, training: Mapping[str, Any], *, is_proved: bool) -> Candidate:
-        """By what a manifest says of its run."""
+        """Build a candidate from the ``training`` part of a manifest."""
         loss = training.get(VALIDATION_LOSS)
         if not isinstance(loss, float) or not math.isfinite(loss):
             loss = None
@@ -105,7 +105,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What stays: the newest ones, and others beside them."""
+    """Rule for the checkpoints to keep: the newest ones and a few others."""
 
     last: int
     """Newest checkpoints to keep; 0 keeps all."""
@@ -116,17 +116,17 @@ class Retention:
 
     @classmethod
     def of(cls, checkpoint: CheckpointSection) -> Retention:
-        """As a run's config has it."""
+        """Return the retention of a run's config."""
         return cls(last=checkpoint.keep_last, every=checkpoint.keep_every, best=checkpoint.keep_best)
 
     def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
-        """The steps that stay, each with why."""
+        """Return the steps to keep, each with the reason."""
         by_step = sorted(candidates, key=lambda one: one.step)
-        # Whatever else is asked for.
+        # 0 keeps all, regardless of the other fields.
         if not self.last:
             return {one.step: "all" for one in by_step}
         found = {one.step: f"last {self.last}" for one in by_step[-self.last :]}
-        # Among equal losses the newer one.
+        # Among equal losses the newer one wins.
         judged = sorted((one for one in by_step if one.validation_loss is not None), key=_loss_and_age)
         for one in judged[: self.best]:
             found.setdefault(one.step, f"best {self.best}")
@@ -141,9 +141,9 @@ class Retention:
 
 
 def prune(run_folder: Path, retention: Retention, held: Collection[int] = ()) -> None:
-    """Remove the checkpoints that do not stay, except of the steps that are ``held`` for now.
+    """Remove the checkpoints that retention does not keep, except the ``held`` steps.
 
-    The log says which the file system would not remove.
+    Folders that the file system refuses to remove are logged.
     """
     if not retention.last:
         return
@@ -155,18 +155,18 @@ def prune(run_folder: Path, retention: Retention, held: Collection[int] = ()) ->
 
 
 def remove_or_warn(path: Path) -> bool:
-    """Remove a folder of checkpoints; False, and a warning, where the file system refuses."""
+    """Remove a checkpoint's folder; if the file system refuses, warn and return False."""
     try:
         remove_checkpoint(path)
     except OSError as error:
-        # It costs disk, and must not cost the run.
+        # It costs disk space, but must not end the run.
         log.warning("%s could not be removed: %s.", path, error)
         return False
     return True
 
 
 def _read_quickly(folder: Path) -> Any:
-    """A manifest without the checks that take ten times as long: this is done after every save."""
+    """Return a manifest without the checks, which take ten times as long: this runs after every save."""
     content, most_values = read_manifest_bytes(folder)
     # Parsed, a value takes up to a hundred bytes.
     if content.count(b",") + content.count(b"[") + content.count(b"{") > most_values:

@@ -1,8 +1,8 @@
-"""The files of a checkpoint, written (the format itself: ``longctx/checkpoint_format.py``).
+"""Write the files of a checkpoint (format: ``longctx/checkpoint_format.py``).
 
-Every rank writes the ranges it owns into one safetensors file of a hidden folder; rank 0 writes the manifest and
-renames the folder. Until that rename the previous checkpoint is the newest one, whatever is killed. All ranks need to
-see the same folder: on a cluster, a shared file system. Nothing here is collective: a thread may do it.
+Every rank writes the ranges it owns into one safetensors file in a hidden folder. Rank 0 writes the manifest and
+renames the folder. Until that rename the previous checkpoint is the newest one, even if a process is killed. All ranks
+must see the same folder: on a cluster, a shared file system. No function here is collective, so a thread may call it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCK_VALUES = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Carried:
-    """Files that no step changes: every checkpoint of a run has them, once on the disk where it has hard links."""
+    """Files that no step changes. Every checkpoint of a run has them, stored once if the disk supports hard links."""
 
     origin: Path
     """The checkpoint that the run goes on from."""
@@ -49,8 +49,8 @@ class Carried:
     """What its manifest says of them, by name."""
 
     def put_into(self, folder: Path, run_folder: Path) -> list[WrittenFile]:
-        """Link or copy them from the run's newest checkpoint, or from the origin, and return what is there."""
-        # The origin may be gone by now; a run has a checkpoint left at any time.
+        """Link or copy them from the run's newest checkpoint, or from the origin, and return the written files."""
+        # The origin may be gone by now, but a run always has a checkpoint left.
         sources = [*list_checkpoints(run_folder)[::-1], self.origin]
         return [self._put(folder, name, entry, sources) for name, entry in self.files.items()]
 
@@ -73,12 +73,12 @@ class Carried:
 
 
 def _has_size(path: Path, num_bytes: int) -> bool:
-    """Return whether a plain file of this size is there."""
+    """Return whether the path is a regular file of this size."""
     return path.is_file() and path.stat().st_size == num_bytes
 
 
 class WrittenFile(NamedTuple):
-    """One file, and what the manifest says of it."""
+    """One written file and its manifest entry."""
 
     name: str
     num_bytes: int
@@ -89,7 +89,7 @@ class WrittenFile(NamedTuple):
     """Of the blocks of a file with pieces."""
 
     def entry(self) -> dict[str, Any]:
-        """What the manifest says of its bytes."""
+        """Return the manifest entry for its bytes."""
         entry: dict[str, Any] = {"bytes": self.num_bytes, "hash": self.hash}
         if self.block_hashes:
             entry["blocks"] = self.block_hashes
@@ -98,7 +98,7 @@ class WrittenFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a checkpoint says of itself, beside its files."""
+    """Contents of a checkpoint's manifest besides its list of files."""
 
     step: int
     model: ModelConfig
@@ -117,10 +117,10 @@ class Contents:
 def write_rank_file(
     folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum] = ()
 ) -> WrittenFile:
-    """Write a rank's values into one file, onto the disk; CheckpointError unless the disk gives them back.
+    """Write a rank's values into one file and sync it. Raise CheckpointError unless it reads back the same.
 
-    Values are taken one piece after the other: views of what ZeRO holds leave the device a part at a time. With
-    ``sums``, one of each piece, CheckpointError where values are no longer those that were summed.
+    Values are taken one piece at a time, so views of ZeRO's state leave the device in parts. With ``sums``, one per
+    piece, raise CheckpointError if values have changed since they were summed.
     """
     path = folder / f"rank_{rank:05d}.safetensors"
     if sums:
@@ -135,9 +135,9 @@ def write_rank_file(
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) -> Written:
-    """Write the values of the pieces as float32 entries named by ``piece_key``, onto the disk.
+    """Write the values of the pieces as float32 entries named by ``piece_key``, and sync the file.
 
-    Values are taken one piece after the other: each may be gone when the next is asked for.
+    Values are taken one piece at a time: each may be freed when the next is requested.
     """
     with HashedWriter(path) as file:
         file.write(_header(pieces))
@@ -150,12 +150,12 @@ def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) 
 
 
 def piece_key(one: Piece) -> str:
-    """The name of a range in its file."""
+    """Return the name of a range in its file."""
     return f"{one.name}/{one.role}/{one.start}"
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
-    """Return what stands before the values; values begin at a multiple of eight bytes."""
+    """Return the file's header; the values after it start at a multiple of eight bytes."""
     entries: dict[str, Any] = {}
     at = 0
     for one in pieces:
@@ -166,10 +166,10 @@ def _header(pieces: Sequence[Piece]) -> bytes:
 
 
 def commit(target: Path, files: Sequence[WrittenFile], contents: Contents, records: Sequence[Path] = ()) -> str:
-    """Write what stands beside the ranks' files, and give the folder its name; returns the manifest's hash.
+    """Write the remaining files, rename the folder to its final name, and return the manifest's hash.
 
-    From that on the checkpoint exists. Every file must be on the disk; ``records``, files of the run to which lines are
-    appended, are put there first: a checkpoint that outlived what was recorded up to it would go on with a hole.
+    The rename creates the checkpoint. Every file must be on disk by then. ``records``, the run's append-only files, are
+    synced first: otherwise a checkpoint could survive without the records up to its step.
     """
     partial, listed = hidden_folder(target), list(files)
     for name, content in contents.tokenizer_files.items():
@@ -187,7 +187,7 @@ def commit(target: Path, files: Sequence[WrittenFile], contents: Contents, recor
     for record in filter(Path.exists, records):
         sync_path(record)
         sync_path(record.parent)
-    # The run has taken this step before, and was resumed from an earlier checkpoint.
+    # The run has saved this step before, and was then resumed from an earlier checkpoint.
     if target.exists():
         set_aside(target)
     partial.rename(target)
@@ -197,7 +197,7 @@ def commit(target: Path, files: Sequence[WrittenFile], contents: Contents, recor
 
 
 def _unchanged(rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum]) -> Iterator[Tensor]:
-    """The values, each behind a comparison with its sum."""
+    """Yield the values, each after comparing it with its sum."""
     for one, tensor, total in zip(pieces, values, sums, strict=True):
         if not is_sum_of(total, tensor.contiguous()):
             raise CheckpointError(
@@ -210,7 +210,7 @@ def _unchanged(rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sum
 
 
 def _check_read_back(path: Path, written: str) -> None:
-    """CheckpointError unless a file is what was written, by its xxh3-128."""
+    """Raise CheckpointError unless the file's xxh3-128 is that of the written bytes."""
     found = read_back(path)
     if found != written:
         raise CheckpointError(
@@ -221,7 +221,7 @@ def _check_read_back(path: Path, written: str) -> None:
 
 
 def _write_beside(path: Path, content: bytes) -> WrittenFile:
-    """Write a file beside the pieces; returns what the manifest says of it."""
+    """Write a file next to the pieces and return its manifest entry."""
     write_synced(path, content)
     digest = xxhash.xxh3_128_hexdigest(content)
     _check_read_back(path, digest)
@@ -245,7 +245,7 @@ def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any
 
 
 def _tensor_table(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any]:
-    """Every tensor's shape, and for each of its roles the pieces that hold it."""
+    """Return every tensor's shape and, for each of its roles, the pieces that hold it."""
     table: dict[str, Any] = {}
     for name, shape in contents.shapes.items():
         table[name] = {"shape": list(shape), "roles": {role: [] for role in contents.roles[name]}}
@@ -256,7 +256,7 @@ def _tensor_table(contents: Contents, files: Sequence[WrittenFile]) -> dict[str,
 
 
 def explained(error: OSError | CheckpointError, target: Path) -> CheckpointError:
-    """The error that a user reads, with what to do; one that says it is left as it is."""
+    """Return the error for the user, with advice; a CheckpointError is returned unchanged."""
     if isinstance(error, CheckpointError):
         return error
     run_folder = target.parent.parent

@@ -1,8 +1,8 @@
-"""``Saver``: a run's checkpoints, written by a thread while training goes on.
+"""``Saver``: a run's checkpoints, written by a thread while training continues.
 
-Training waits until a copy of what its rank owns is made. A thread of each rank writes the copy, and reads it back. At
-the end of a later step, when all ranks have written, they tell rank 0, whose thread writes the manifest and renames the
-folder. All collectives are entered by the main thread, between two steps.
+Training waits only for a copy of the state that its rank owns. A thread on each rank writes the copy and reads it back.
+At the end of a later step, once all ranks have written, they notify rank 0, whose thread writes the manifest and
+renames the folder. All collectives are called by the main thread between two steps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NICENESS = 10
 
 @dataclass
 class _Save:
-    """A save that has begun."""
+    """Save under way."""
 
     target: Path
     contents: Contents
@@ -73,12 +73,12 @@ class _Save:
     began: float = field(default_factory=time.perf_counter)
 
     def see(self, proof: Proof) -> None:
-        """Take a loss for a proof, if it is the first one in range."""
+        """Use a loss as the proof if it is the first one in range."""
         if self.proof is None and self.loss is not None and is_in_range(proof.loss, self.loss):
             self.proof = proof
 
     def told(self) -> str:
-        """The line of the log once it is committed."""
+        """Return the log message for the committed save."""
         line = f"Saved {self.target} in {time.perf_counter() - self.began:.1f} s"
         if self.copy_seconds is not None:
             line += f", of which training waited {self.copy_seconds:.2f} s"
@@ -86,7 +86,7 @@ class _Save:
 
 
 class Saver:
-    """Saves checkpoints of a run. One save is under way at a time; all ranks call the same methods in one order."""
+    """Writer of a run's checkpoints, one save at a time. All ranks must call the same methods in the same order."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class Saver:
         mirror: Mirror | None = None,
         records: Sequence[Path] = (),
     ) -> None:
-        """``copies`` lets training go on meanwhile, where the machine has memory for the copies of its ``ranks_here``.
-        Rank 0's ``mirror`` sends what is committed to a store. ``records`` are on the disk before a checkpoint is."""
+        """Prepare to save. ``copies`` lets training go on during a save if this machine, with ``ranks_here`` ranks, has
+        memory for them. Rank 0's ``mirror`` sends checkpoints to a store. ``records`` are synced before each commit."""
         self._folder, self._engine, self._records = run_folder, engine, records
         same = {"model": model, "shapes": engine.shapes, "roles": engine.roles, "dtype": engine.dtype}
         self._contents = partial(Contents, **same, tokenizer_files=tokenizer_files, carried=carried)
@@ -123,32 +123,32 @@ class Saver:
         wait: bool = False,
         sums: Sequence[Sum] = (),
     ) -> None:
-        """Begin to save the state after ``step`` optimiser steps, whose loss was ``loss``. Collective.
+        """Begin to save the state after ``step`` optimiser steps; ``loss`` is that step's loss. Collective.
 
-        ``sums``, where they are known, are those of this rank's values: nothing else is committed.
-        An earlier save is finished first. With ``wait``, or without memory for a copy, this one is too. CheckpointError
-        on every rank when any of them cannot write, here or in a later call; older checkpoints stay.
+        ``sums``, if given, are those of this rank's values, and only values that match them are committed. An earlier
+        save is finished first. With ``wait``, or without memory for a copy, this one is finished too. Raise
+        CheckpointError on every rank if any of them cannot write, here or in a later call; older checkpoints stay.
         """
         self._settle()
         began, target, pieces = time.perf_counter(), folder_of(self._folder, step), self._engine.owned_pieces()
         copy = self._begin(target, wait)
         with closing(self._engine.owned_ranges()) as ranges:
             work = _write(hidden_folder(target), pieces, (one.values for one in ranges), sums, copy, self._thread)
-        # Of the copy alone: the rest is not waited for.
+        # Time of the copy alone: training does not wait for the rest.
         copy_seconds = None if copy is None else time.perf_counter() - began
         self._save = _Save(target, self._contents(step=step, training=training), loss, copy_seconds, work, began=began)
-        # The weights that are saved have been validated.
+        # The saved weights have been validated.
         if training.get(VALIDATION_LOSS) is not None:
             self._save.see(Proof("validation", step, training[VALIDATION_LOSS]))
         if copy is None:
             self._settle()
 
     def after_step(self, step: int, loss: float) -> None:
-        """Go on with a save under way as far as all ranks have come, after a step of this loss. Collective.
+        """Advance a save under way as far as all ranks have come, after a step with this loss. Collective.
 
-        CheckpointError on every rank when any of them could not write.
+        Raise CheckpointError on every rank if any of them could not write.
         """
-        # Not before the first step, whose own memory comes first.
+        # Not before the first step, which must get its own memory first.
         self._copies.reserve()
         proof = Proof("step", step, loss)
         self.kept.see(proof)
@@ -157,7 +157,7 @@ class Saver:
         self._poll()
 
     def finish(self) -> None:
-        """Wait until a save under way is committed and older ones are gone. Collective; errors as in ``after_step``."""
+        """Wait until a save under way is committed and old ones are removed. Collective; raises like ``after_step``."""
         self._settle()
         self.kept.wait()
 
@@ -166,14 +166,14 @@ class Saver:
         while self._save is not None:
             work = self._save.work
             if work is not None and not work.done():
-                # Said once, and not of a commit, which takes no time that one would notice.
+                # Logged once, and not for a commit, which takes no noticeable time.
                 if not self._save.is_committing:
                     log.info("Waiting for checkpoint %s to be written.", self._save.target.name)
                 wait([work])
             self._poll()
 
     def _begin(self, target: Path, waits: bool) -> HostCopy | None:
-        """Make the hidden folder, and agree whether all ranks copy; None where they write at once. Collective."""
+        """Create the hidden folder and agree on copying: None if the ranks write at once instead. Collective."""
         problem = None
         copy = None if waits else self._copies.get()
         if own_rank() == 0:
@@ -181,7 +181,7 @@ class Saver:
                 make_empty(hidden_folder(target))
             except OSError as error:
                 problem = str(explained(error, target))
-        # One exchange for both: whether there is a folder to write to, and whether all ranks go on meanwhile.
+        # One exchange for both: rank 0's problem with the folder, and whether every rank has a copy.
         answers = gather_objects((problem, copy is not None))
         if answers[0][0] is not None:
             raise CheckpointError(answers[0][0])
@@ -194,7 +194,7 @@ class Saver:
         return None
 
     def _poll(self) -> None:
-        """Take the save under way to its next stage, if no rank is at work any more. Collective."""
+        """Move the save under way to its next stage if no rank is still working on it. Collective."""
         if (save := self._save) is None:
             return
         is_done = save.work is None or save.work.done()
@@ -204,7 +204,7 @@ class Saver:
             self._go_on(save)
 
     def _go_on(self, save: _Save) -> None:
-        """The next stage: rank 0 commits what all have put on the disk, or the checkpoint is there. Collective."""
+        """Start the commit on rank 0 once all ranks have written, or complete the save after the commit. Collective."""
         result, problem = None, None
         try:
             if save.work is not None:
@@ -215,7 +215,7 @@ class Saver:
             agree_or_raise(problem)
         except CheckpointError:
             self._save = None
-            # No rank is at work any more.
+            # No rank is still writing.
             if own_rank() == 0:
                 shutil.rmtree(hidden_folder(save.target), ignore_errors=True)
             raise
@@ -229,16 +229,16 @@ class Saver:
             save.work = self._thread.submit(commit, save.target, files, save.contents, self._records)
 
     def _tell(self, save: _Save, manifest_hash: str | None) -> None:
-        """Say that a checkpoint is committed; rank 0 proves it if it can be, and lets older ones go."""
+        """Log a committed checkpoint; rank 0 proves it if possible and prunes older ones."""
         self.seconds = time.perf_counter() - save.began
         log.info("%s", save.told())
-        # Of rank 0 alone: the others have no part in a commit.
+        # Rank 0 only: the others have no part in a commit.
         if manifest_hash is not None:
             self.kept.add(save.target, manifest_hash, save.loss, save.proof)
 
 
 class Kept:
-    """What becomes of committed checkpoints: the newest is proved, older ones go. Rank 0's thread does it."""
+    """Committed checkpoints of a run. Proves the newest one and prunes older ones in rank 0's thread."""
 
     def __init__(
         self, run_folder: Path, retention: Retention, thread: ThreadPoolExecutor, mirror: Mirror | None
@@ -249,19 +249,19 @@ class Kept:
         self._chores: list[Future[None]] = []
 
     def add(self, target: Path, manifest_hash: str, loss: float | None, proof: Proof | None) -> None:
-        """Take in a checkpoint that is on the disk."""
+        """Register a committed checkpoint."""
         self._unproved = target, manifest_hash, loss
         if self._mirror is not None:
             self._mirror.add(target)
         self._chores = [one for one in self._chores if not one.done()]
-        # A step or a validation came before the commit was known.
+        # A step or a validation finished before the commit was known.
         if proof is not None:
             self._prove(target, manifest_hash, proof)
         else:
             self._chores.append(self._thread.submit(self._prune))
 
     def see(self, proof: Proof) -> None:
-        """A later step has a loss: it may prove the newest one."""
+        """Prove the newest checkpoint if the loss of a later step is in range."""
         if self._unproved is None:
             return
         target, manifest_hash, loss = self._unproved
@@ -269,36 +269,36 @@ class Kept:
             self._prove(target, manifest_hash, proof)
 
     def begin(self) -> None:
-        """Begin to send them to the run's store, if it has one: once the folder's history ends where the run is."""
+        """Start sending checkpoints to the run's store, if any, once the folder's history ends at the run's step."""
         if self._mirror is not None:
             self._mirror.start()
 
     def leave(self, seconds: float = threading.TIMEOUT_MAX) -> bool:
-        """Wait until all is sent, at most so long. Nothing is committed after that.
+        """Wait up to ``seconds`` until all is sent. Call this after the last commit.
 
-        Returns whether the newest is in the run's store; True without one.
+        Return whether the newest checkpoint is in the run's store; True without a store.
         """
         if self._mirror is None:
             return True
         is_sent = self._mirror.finish(seconds)
-        # What stayed because it was on its way.
+        # Checkpoints that were held only for sending.
         self._prune()
         return is_sent
 
     def wait(self) -> None:
-        """Return when nothing is left to do."""
+        """Wait until all pending work is done."""
         wait(self._chores)
         self._chores.clear()
 
     def _prove(self, target: Path, manifest_hash: str, proof: Proof) -> None:
-        """Write what proves a checkpoint, and let go what stayed for the lack of it."""
+        """Write the proof of a checkpoint, and prune older ones that were kept until then."""
         self._unproved = None
 
         def write() -> None:
             try:
                 write_proof(target, manifest_hash, proof)
             except CheckpointError as error:
-                # It is whole all the same.
+                # The checkpoint is intact all the same.
                 log.warning("%s could not be marked as proved: %s", target, error)
             else:
                 if self._mirror is not None:
@@ -308,7 +308,7 @@ class Kept:
         self._chores.append(self._thread.submit(write))
 
     def _prune(self) -> None:
-        """Let older ones go, but for what is on its way elsewhere."""
+        """Remove older checkpoints, except those being sent to the store."""
         held: set[int] = set()
         if self._mirror is not None:
             held = self._mirror.held()
@@ -325,7 +325,7 @@ def run_saver(
     step: int,
     ranks_here: int,
 ) -> Saver:
-    """What saves a run that stands at ``step``, as its config says."""
+    """Build the saver of a run at ``step`` from its config."""
     folder, retention, mirror = Path(config.run.output_dir), Retention.of(config.checkpoint), None
     if config.checkpoint.store and own_rank() == 0:
         mirror = Mirror(folder, store_at(config.checkpoint.store), retention, step=step)
@@ -351,12 +351,12 @@ def _write(
     copy: HostCopy | None,
     thread: ThreadPoolExecutor,
 ) -> Future[WrittenFile]:
-    """Write this rank's file: a copy by the ``thread``, without one at once."""
+    """Write this rank's file: a copy in the ``thread``, or the values at once without a copy."""
     rank = own_rank()
     if copy is not None:
         return thread.submit(_write_copy, partial, rank, pieces, copy.fill(pieces, values), sums)
-    # Not the thread: what ZeRO holds is read as the thread that trains reads it. What a disk refuses waits until all
-    # ranks have tried: a rank that raised here would leave the others in the next collective.
+    # Not in the thread: ZeRO's state must be read by the training thread. A disk error is kept until all ranks have
+    # tried: a rank that raised here would leave the others in the next collective.
     done: Future[WrittenFile] = Future()
     try:
         done.set_result(write_rank_file(partial, rank, pieces, values, sums))
@@ -368,15 +368,15 @@ def _write(
 def _write_copy(
     folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum]
 ) -> WrittenFile:
-    """``write_rank_file``, on the thread; then the heap is trimmed, lest each of many saves leaves gaps in it."""
+    """Call ``write_rank_file`` in the thread, then trim the heap so that many saves do not leave gaps in it."""
     try:
         return write_rank_file(folder, rank, pieces, values, sums)
     finally:
-        # While a step is computed: what it has in use stays, and only gaps go.
+        # Runs while a step is computed: memory in use stays, only gaps are returned.
         trim_heap()
 
 
 def _let_training_go_first() -> None:
-    """Lower the priority of this thread, where a system has one for each thread."""
+    """Lower the priority of this thread, if the system has a priority per thread."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,7 +1,7 @@
-"""The checkpoints of a run in an object store: the same names as in its folder, below ``checkpoints/step_NNNNNN``.
+"""Checkpoints of a run in an object store, named as in its folder, below ``checkpoints/step_NNNNNN``.
 
-A store renames nothing. So the manifest, which is written last and removed first, is what makes objects a checkpoint.
-Every file is hashed while it is sent, and read back before that.
+A store cannot rename. The manifest, written last and removed first, therefore makes objects a checkpoint. Every file is
+hashed while it is sent, and read back before the manifest is written.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ Seen = Callable[[int], None]
 
 
 def nobody(count: int) -> None:
-    """Look on as bytes go by, and do nothing."""
+    """Ignore the progress of a transfer."""
 
 
 class StoredCheckpoint:
-    """What a store has of one step: a checkpoint where it has a manifest."""
+    """Objects of one step in a store: a checkpoint if they include a manifest."""
 
     def __init__(self, place: ObjectPath, sizes: dict[str, int]) -> None:
-        """``sizes`` are the bytes of its objects, by name."""
+        """Wrap the objects below ``place``; ``sizes`` are their bytes by name."""
         self.place, self.sizes = place, sizes
 
     @property
     def is_committed(self) -> bool:
-        """Whether it is a checkpoint."""
+        """True if it has a manifest."""
         return MANIFEST in self.sizes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its objects."""
+        """Total bytes of its objects."""
         return sum(self.sizes.values())
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest, checked; CheckpointError where it is damaged or cannot be right."""
+        """Return the checked manifest. Raise CheckpointError if it is damaged or invalid."""
         path = self.place / MANIFEST
-        # Bounded by the size of what it describes, as on a disk.
+        # Bounded by the size of the files it describes, as on a disk.
         beside = sum(size for name, size in self.sizes.items() if name.endswith(".safetensors"))
         size = self.sizes.get(MANIFEST, 0)
         if size > min((16 << 20) + 2 * beside, _MOST_MANIFEST_BYTES):
@@ -69,13 +69,13 @@ class StoredCheckpoint:
         return check_manifest(content, path)
 
     def proof(self) -> dict[str, Any] | None:
-        """What proves it, None where nothing does; CheckpointError where that is damaged."""
+        """Return its proof, or None if there is none. Raise CheckpointError if the proof is damaged."""
         if PROVED not in self.sizes:
             return None
         return parse_proof(self.read(PROVED, _MOST_PROOF_BYTES))
 
     def candidate(self, step: int) -> Candidate:
-        """What decides whether it stays; one that cannot be read has no loss, and is not proved."""
+        """Return its candidate for retention; one that cannot be read has no loss and is not proved."""
         folder = folder_of(Path(), step)
         try:
             manifest, proof = self.manifest(), self.proof()
@@ -85,7 +85,7 @@ class StoredCheckpoint:
         return Candidate.judged(folder, step, manifest["training"], is_proved=is_proved)
 
     def verify(self, *, seen: Seen = nobody) -> list[str]:
-        """Problems found by reading all objects; empty where every hash is right."""
+        """Read all objects and return the problems found; empty if every hash is right."""
         try:
             manifest = self.manifest()
             check_model(manifest, str(self.place))
@@ -105,23 +105,23 @@ class StoredCheckpoint:
         return problems + [f"{name} is not in the manifest: remove it" for name in sorted(self.sizes.keys() - known)]
 
     def receive(self, name: str, entry: dict[str, Any], to: Path, seen: Seen = nobody) -> None:
-        """Write an object's bytes into a file; CheckpointError unless they are those that the manifest lists."""
+        """Write an object's bytes into a file. Raise CheckpointError unless they match the manifest's entry."""
         with to.open("wb") as file:
             self.check(name, entry, seen, file.write)
         sync_path(to)
 
     def discard(self) -> None:
-        """Let it be no checkpoint any more; its other objects go with ``remove``."""
+        """Remove the manifest, so that it is no longer a checkpoint; ``remove`` deletes the other objects."""
         remove(self.place / MANIFEST)
 
     def remove(self) -> None:
-        """Remove all objects, what makes them a checkpoint first."""
+        """Remove all objects, the manifest first."""
         self.discard()
         for name in self.sizes:
             remove(self.place / name)
 
     def read(self, name: str, most_bytes: int = -1) -> bytes:
-        """An object's bytes, or the first ones; CheckpointError where there is none."""
+        """Return an object's bytes, at most ``most_bytes``. Raise CheckpointError if it does not exist."""
         try:
             with open_object(self.place / name) as content:
                 return content.read(most_bytes)
@@ -135,11 +135,11 @@ class StoredCheckpoint:
         seen: Seen = nobody,
         take: Callable[[bytes], Any] = lambda block: None,
     ) -> None:
-        """Read an object and hand its bytes to ``take``; CheckpointError unless they are what the manifest lists."""
+        """Read an object and pass its bytes to ``take``. Raise CheckpointError unless they match the manifest entry."""
         place, digest, size = self.place / name, xxhash.xxh3_128(), 0
         try:
             with open_object(place) as content:
-                # One byte more shows an object that is too long, which could have any size.
+                # One byte more detects an object that is too long, without reading all of it.
                 while block := content.read(min(_READ_BYTES, entry["bytes"] + 1 - size)):
                     size += len(block)
                     if size > entry["bytes"]:
@@ -154,7 +154,7 @@ class StoredCheckpoint:
 
 
 class Store:
-    """A run's checkpoints at an address. DataError where the store refuses, or cannot be reached."""
+    """A run's checkpoints at an address. Methods raise DataError if the store refuses or cannot be reached."""
 
     def __init__(self, place: ObjectPath) -> None:
         self.place = place
@@ -165,7 +165,7 @@ class Store:
         return str(self.place)
 
     def steps(self) -> dict[int, StoredCheckpoint]:
-        """All steps that have an object there, also those that were never finished, oldest first."""
+        """Return all steps that have an object there, including unfinished ones, oldest first."""
         found: dict[int, dict[str, int]] = {}
         for name, size in list_objects(self.place / CHECKPOINTS).items():
             if match := _OBJECT.fullmatch(name):
@@ -173,26 +173,26 @@ class Store:
         return {step: self._stored(step, found[step]) for step in sorted(found)}
 
     def committed(self) -> dict[int, StoredCheckpoint]:
-        """The checkpoints there by step, oldest first."""
+        """Return the checkpoints there by step, oldest first."""
         return {step: stored for step, stored in self.steps().items() if stored.is_committed}
 
     def of_step(self, step: int) -> StoredCheckpoint:
-        """What there is of a step, which may be nothing."""
+        """Return the stored objects of a step, which may be none."""
         return self.steps().get(step, self._stored(step, {}))
 
     def send(self, folder: Path, *, seen: Seen = nobody) -> None:
-        """Copy a committed checkpoint there, the manifest last; nothing where it is there already.
+        """Copy a committed checkpoint to the store, the manifest last; skip it if it is already there.
 
-        CheckpointError where a file here is damaged or gone: nothing is committed there then. A sending that failed
-        goes on where it was when it is called again.
+        Raise CheckpointError if a local file is damaged or missing; the checkpoint is then not committed in the store.
+        After a failure, another call continues where the previous one stopped.
         """
         reader = CheckpointReader(folder)
-        # By its name here: an imported checkpoint is of step 0, wherever a run has it.
+        # By its folder's name: the manifest of an imported checkpoint says step 0 in any run.
         text, there = (folder / MANIFEST).read_bytes(), self.of_step(step_of(folder))
         if there.is_committed:
             if there.read(MANIFEST) == text:
                 return
-            # Of a history that this run has left.
+            # It belongs to a history that this run has left.
             there.discard()
         done = self._sent.setdefault(reader.manifest["hash"], set())
         for name, entry in reader.manifest["files"].items():
@@ -202,30 +202,30 @@ class Store:
             try:
                 there.check(name, entry, seen)
             except CheckpointError as error:
-                # Another attempt may help: what is here is right.
+                # The local file is right, so another attempt may help.
                 raise DataError(f"{error} It was sent a moment ago.") from error
             done.add(name)
-        # From here on it is a checkpoint: nobody takes objects without a manifest for one.
+        # From here on it is a checkpoint: readers ignore objects without a manifest.
         write_object(there.place / MANIFEST, text)
         del self._sent[reader.manifest["hash"]]
 
     def prove(self, folder: Path) -> None:
-        """Copy what proves a checkpoint beside it, if it is there."""
+        """Copy the proof of a checkpoint to the store, if the checkpoint is there."""
         stored = self.of_step(step_of(folder))
         if stored.is_committed:
             write_object(stored.place / PROVED, (folder / PROVED).read_bytes())
 
     def fetch(self, step: int, run_folder: Path, *, seen: Seen = nobody) -> Path:
-        """Copy a checkpoint into the run's folder, in place of one of that step, and return its folder.
+        """Copy a checkpoint into the run's folder, replacing one of the same step, and return its folder.
 
-        CheckpointError where a file there is damaged or missing: the run's folder is then as before.
+        Raise CheckpointError if a stored file is damaged or missing; the run's folder is then unchanged.
         """
         stored, target = self.of_step(step), folder_of(run_folder, step)
         manifest, partial = stored.manifest(), hidden_folder(target)
-        # Before anything is copied that no run could load.
+        # Check first: do not copy a checkpoint that no run could load.
         check_model(manifest, str(stored.place))
         with explained_writes(target, CheckpointError):
-            # Where the run's folder was on a disk that is gone, there is none yet.
+            # The run's folder may be missing, for example after a disk was lost.
             partial.parent.mkdir(parents=True, exist_ok=True)
             make_empty(partial)
             for name, entry in manifest["files"].items():
@@ -233,7 +233,7 @@ class Store:
             write_synced(partial / MANIFEST, stored.read(MANIFEST))
             if PROVED in stored.sizes:
                 write_synced(partial / PROVED, stored.read(PROVED, _MOST_PROOF_BYTES))
-            # Read as a stranger's, whoever wrote it there.
+            # Treat it as untrusted: any writer may have put it there.
             CheckpointReader(partial).check_entries()
             sync_path(partial)
             if target.exists():
@@ -247,9 +247,9 @@ class Store:
 
 
 def _send_file(path: Path, entry: dict[str, Any], to: ObjectPath, seen: Seen) -> None:
-    """Write a file of a checkpoint to a store, hashed as it goes: damage must not travel under a right name.
+    """Write a checkpoint file to a store, hashing it on the way so that no damage travels under a right name.
 
-    CheckpointError if it is gone, or not what the manifest lists.
+    Raise CheckpointError if the file is missing or does not match the manifest's entry.
     """
     digest, size = xxhash.xxh3_128(), 0
 
@@ -268,15 +268,15 @@ def _send_file(path: Path, entry: dict[str, Any], to: ObjectPath, seen: Seen) ->
 
 
 def store_at(address: str) -> Store:
-    """The store that ``checkpoint.store`` names; ConfigError where that is no address of one."""
+    """Return the store at the address ``checkpoint.store``. Raise ConfigError if the address is invalid."""
     return Store(store_place(address))
 
 
 def check_unused(store: Store) -> None:
-    """ConfigError for a store that has checkpoints, or takes none, when a run begins that has none."""
+    """Raise ConfigError if a new run's store already has checkpoints or is not writable."""
     try:
         steps = store.committed()
-        # What may be read may not be written to, and a bucket that is not there holds nothing.
+        # A readable store may not be writable, and a missing bucket lists as empty.
         probe = store.place / CHECKPOINTS / ".writable"
         write_object(probe, b"x")
         remove(probe)
@@ -290,7 +290,7 @@ def check_unused(store: Store) -> None:
 
 
 def find_address(address: str) -> tuple[Store, int | None]:
-    """The run that an address names, and the step where it is that of one checkpoint."""
+    """Return the run at an address, and the step if the address names one checkpoint."""
     match = _ADDRESS.fullmatch(address.rstrip("/"))
     if match is None:
         return Store(store_place(address, "the address")), None
@@ -298,7 +298,7 @@ def find_address(address: str) -> tuple[Store, int | None]:
 
 
 def find_run(address: str) -> Store:
-    """The run that an address names; CheckpointError where it is that of one checkpoint."""
+    """Return the run at an address. Raise CheckpointError if the address names one checkpoint."""
     store, step = find_address(address)
     if step is not None:
         raise CheckpointError(f"{address} is a checkpoint, not a run. Give {store}, which has checkpoints/ in it.")

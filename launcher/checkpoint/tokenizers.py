@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, and beside that of the data: ids must mean the same text in both."""
+"""Tokenizer of a checkpoint, compared with that of the data: ids must mean the same text in both."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 
 def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
-    """DataError unless a checkpoint's tokenizer gives the ids that the shards hold; one without a tokenizer passes.
+    """Raise DataError unless a checkpoint's tokenizer gives the shards' ids; pass if the checkpoint has no tokenizer.
 
-    A checkpoint may hold its tokenizer in two forms, of which the data may have been built with either.
+    A checkpoint may hold its tokenizer in two forms, and the data may have been built with either.
     """
     if not has_tokenizer(checkpoint) or same_files(checkpoint, data.folder):
         return
@@ -45,7 +45,7 @@ def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
 
 
 def check_named_tokenizer(tokenizer: Tokenizer, data: ShardSet) -> None:
-    """DataError unless the data was built with this tokenizer, which a user names for a folder that has none."""
+    """Raise DataError unless the data was built with this tokenizer, named by the user for a folder without one."""
     if tokenizer.fingerprint != data.manifest.tokenizer:
         raise DataError(
             f"{data.folder} was built with another tokenizer than {tokenizer.path}: ids would mean other text.\n"
@@ -54,8 +54,8 @@ def check_named_tokenizer(tokenizer: Tokenizer, data: ShardSet) -> None:
 
 
 def _check_whole(checkpoint: Path) -> None:
-    """CheckpointError where a checkpoint's tokenizer is not the one that it was written with."""
-    # Else a flipped bit in it would read as another tokenizer, with the advice to build the data again.
+    """Raise CheckpointError if the tokenizer files of a checkpoint differ from those it was written with."""
+    # Otherwise a flipped bit would look like another tokenizer, and the advice would be to build the data again.
     if not (checkpoint / MANIFEST).is_file():
         return
     reader = CheckpointReader(checkpoint)
@@ -68,7 +68,7 @@ def _check_whole(checkpoint: Path) -> None:
 
 
 def check_same_data(data: ShardSet, validation: ShardSet) -> None:
-    """DataError unless training and validation shards were built with one tokenizer."""
+    """Raise DataError unless training and validation shards were built with the same tokenizer."""
     if data.manifest.tokenizer == validation.manifest.tokenizer:
         return
     ours, theirs = load_tokenizer(data.folder), load_tokenizer(validation.folder)
@@ -81,9 +81,9 @@ def check_same_data(data: ShardSet, validation: ShardSet) -> None:
 
 
 def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The data's tokenizer files, for a run that goes on from a checkpoint without a tokenizer; the log says so.
+    """Return the data's tokenizer files for a run that resumes from a checkpoint without a tokenizer, and log this.
 
-    The checkpoint's generation_config.json goes with them, unless it names other begin or end ids than theirs.
+    The checkpoint's generation_config.json is included, unless its begin or end ids differ from the tokenizer's.
     """
     log.warning(
         "%s has no tokenizer that longctx reads: there is nothing to compare with. The ids of %s must be the model's.",
@@ -108,22 +108,22 @@ def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]
 
 
 def _is_same_tokenizer(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bool:
-    """Whether these files make a tokenizer that gives the ids of this one: a run with another could not be resumed."""
+    """Return whether these files give the same tokenizer; a run that saved another one could not be resumed."""
     try:
         return load_files(files, tokenizer.path).fingerprint == tokenizer.fingerprint
     except DataError:
-        # No JSON, or ids that the tokenizer does not have.
+        # Invalid JSON, or ids that the tokenizer does not have.
         return False
 
 
 def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
-    """The chosen tokenizer, else the checkpoint's own; CheckpointError where it has none.
+    """Return the chosen tokenizer, or else the checkpoint's own. Raise CheckpointError if there is neither.
 
-    ConfigError where it has one and the chosen one is another.
+    Raise ConfigError if the checkpoint has a tokenizer and the chosen one differs from it.
     """
     if chosen is not None:
         tokenizer = load_tokenizer(chosen)
-        # With another one a model answers, in words that it never meant.
+        # With another tokenizer the model's ids would decode to wrong text.
         if has_tokenizer(folder) and tokenizer.fingerprint not in fingerprints(folder).values():
             raise ConfigError(
                 f"--tokenizer {chosen} is another tokenizer than {folder} has: ids would mean other text.\n"
@@ -138,5 +138,5 @@ def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
 
 
 def known_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """What decodes ids, without those that the tokenizer does not have: a model's vocabulary may be padded."""
+    """Return a function that decodes ids, skipping those beyond the tokenizer's vocabulary: a model's may be padded."""
     return lambda ids: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])

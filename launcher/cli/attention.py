@@ -99,14 +99,14 @@ def _draw_cross(*, text: Path, **options: Any) -> None:
 
 
 def _refuse(why: str, options: Mapping[str, object]) -> None:
-    """Raise ConfigError if any of the options is given, which is None otherwise."""
+    """Raise ConfigError if any of the options is given; options that are not given are None."""
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise ConfigError(f"{why}: leave out {' and '.join(given)}.")
 
 
 def _draw_positions(checkpoint: Path, output: Path, length: int | None) -> None:
-    """Draw what is added for positions."""
+    """Draw the position embeddings."""
     from launcher.evaluation.position_figures import PositionOptions, draw_positions
 
     for path in draw_positions(PositionOptions(checkpoint=checkpoint, output=output, length=length)):

@@ -1,4 +1,4 @@
-"""The options that say how conversations are trained on."""
+"""Options for training on conversations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 @dataclass(frozen=True, kw_only=True)
 class Chats:
-    """How conversations become tokens, and which of these count in the loss."""
+    """Rendering of conversations as tokens, and the tokens that count in the loss."""
 
     chat_template: Annotated[Path | None, arg(metavar="FILE")] = None
     """Jinja file that renders conversations, in place of the tokenizer's own chat template."""
@@ -41,7 +41,7 @@ class Chats:
     """Share of the conversations that may be left out because they cannot be trained on; more end the build."""
 
     def rule(self) -> ChatRule | None:
-        """Return what the options say; None if nothing was given. ConfigError for one that means nothing."""
+        """Return the rule set by the options; None if no option is given. Raise ConfigError for an invalid value."""
         from longctx.chat.rule import ChatRule
         from longctx.chat.template import MOST_CHARACTERS
 
@@ -82,7 +82,7 @@ def _date(given: str) -> str:
 
 
 def _variables(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return variables by name; a value is JSON, or a text if it is none."""
+    """Return variables by name; a value is parsed as JSON, or kept as text if it is not JSON."""
     from longctx.chat.template import OWN_VARIABLES
 
     found: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def _variables(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return a value that JSON spells, or the text itself."""
+    """Return the value of a JSON text, or the text itself if it is not JSON."""
 
     def no_number(spelt: str) -> float:
         raise ConfigError(f"--chat-option: JSON has no {spelt}. Write a number, or a text in quotes.")

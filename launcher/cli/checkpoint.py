@@ -17,7 +17,7 @@ from launcher.cluster.exit import DONE, FAILED
 from launcher.wording import plural, short_duration
 from longctx.errors import CheckpointError, ConfigError, LongCtxError
 
-if TYPE_CHECKING:  # torch takes a second to import, which a help text is not to wait for
+if TYPE_CHECKING:  # torch takes a second to import, and the help must not wait for it
     from launcher.checkpoint.health import Summary
     from launcher.checkpoint.retention import Candidate, Retention
 
@@ -44,7 +44,7 @@ def list_checkpoints(
         store = find_run(run)
         rows, stay = stored_summaries(store, check=check), staying_there(store)
     else:
-        # A folder that is no run is an error, not an empty table.
+        # A folder that is not a run is an error, not an empty table.
         _checkpoints_of(Path(run))
         rows, stay = summaries(Path(run), check=check), staying(Path(run))
     if json:
@@ -87,7 +87,7 @@ def verify(folder: Annotated[Positional[str], arg(metavar="DIR")], *, json: Json
             say(f"{row['folder']} is damaged:")
             for problem in row["problems"]:
                 say(indent(problem, "  "))
-        # Where none is whole there is nothing to go on from.
+        # If none is intact, there is none to continue from.
         if damaged and len(damaged) < len(rows):
             say("Go on from the newest whole one with --run.resume newest-good.")
     if damaged:
@@ -142,7 +142,7 @@ def prune(
 
 
 def _prune(run: Path, retention: Retention, *, dry_run: bool) -> tuple[list[dict[str, Any]], set[int]]:
-    """Remove what does not stay of a run's folder; returns that, and the steps that stay."""
+    """Remove the checkpoints of a run's folder that are not kept; return them, and the kept steps."""
     from launcher.checkpoint.names import leftovers, remove_checkpoint
     from launcher.checkpoint.retention import Candidate
     from longctx.checkpoint_format import CheckpointReader
@@ -161,16 +161,16 @@ def _prune(run: Path, retention: Retention, *, dry_run: bool) -> tuple[list[dict
 
 
 def _prune_store(address: str, retention: Retention, *, dry_run: bool) -> tuple[list[dict[str, Any]], set[int]]:
-    """The same of a run at an address, and of what was never finished.
+    """Do the same for a run at an address, including unfinished checkpoints.
 
-    The newest of those that never were finished may be under way: it is left alone.
+    The newest unfinished one may be under way and is left alone.
     """
     from launcher.checkpoint.store import find_run
 
     steps = find_run(address).steps()
     candidates = [stored.candidate(step) for step, stored in steps.items() if stored.is_committed]
     kept = _kept(candidates, retention, lambda one: steps[one.step].manifest())
-    # Whoever runs it need not know whether a run sends to the store at this time.
+    # The user need not know whether a run is sending to the store at the moment.
     newest = max((step for step, stored in steps.items() if not stored.is_committed), default=None)
     removed = []
     for step, stored in steps.items():
@@ -188,7 +188,7 @@ def _prune_store(address: str, retention: Retention, *, dry_run: bool) -> tuple[
 def _kept(
     candidates: Collection[Candidate], retention: Retention, read_manifest: Callable[[Candidate], object]
 ) -> set[int]:
-    """The steps that stay; CheckpointError if others have the only manifests that can be read."""
+    """Return the steps to keep. Raise CheckpointError if all readable manifests belong to other steps."""
     kept, readable = set(retention.reasons(list(candidates))), []
     for one in candidates:
         try:
@@ -197,7 +197,7 @@ def _kept(
             continue
         readable.append(one.step)
     if readable and not kept & set(readable):
-        # How many of the newest have it among them.
+        # The number of newest checkpoints that include it.
         enough = sum(one.step >= readable[-1] for one in candidates)
         raise CheckpointError(
             f"of the checkpoints that would be kept none has a manifest that can be read; step {readable[-1]} has.\n"
@@ -229,7 +229,7 @@ def export(
 
 
 def _export_stored(address: str, output: Path, dtype: str | None) -> None:
-    """Copy a checkpoint here, for as long as it takes to export it beside ``output``."""
+    """Copy a checkpoint next to ``output`` for the duration of its export."""
     from launcher.checkpoint.store import find_address
     from launcher.cli.convert import convert
 
@@ -238,7 +238,7 @@ def _export_stored(address: str, output: Path, dtype: str | None) -> None:
         step = max(store.committed(), default=None)
     if step is None:
         raise CheckpointError(f"{store} holds no committed checkpoint to export.")
-    # On the disk that needs room for the export anyway.
+    # On the disk that needs space for the export anyway.
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as name:
         with _counting(f"copying {store}", store.of_step(step).num_bytes) as seen:
@@ -248,7 +248,7 @@ def _export_stored(address: str, output: Path, dtype: str | None) -> None:
 
 @contextmanager
 def _counting(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress over so many bytes; it yields what is called with the bytes of each further part."""
+    """Show progress over ``total`` bytes; yield a function to call with the bytes of each further part."""
     done = 0
     with progress(label, total=total) as update:
 
@@ -261,7 +261,7 @@ def _counting(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _to_verify(folder: Path) -> list[Path]:
-    """The checkpoints that a folder names; CheckpointError where it names none."""
+    """Return the checkpoints in a folder. Raise CheckpointError if there are none."""
     from longctx.checkpoint_format import MANIFEST
 
     folders = [folder]
@@ -273,7 +273,7 @@ def _to_verify(folder: Path) -> list[Path]:
 
 
 def _checkpoints_of(run: Path) -> list[Path]:
-    """Committed checkpoints of a run folder, oldest first; CheckpointError where there can be none."""
+    """Return a run folder's committed checkpoints, oldest first. Raise CheckpointError if it is not a run folder."""
     from longctx import checkpoint_format
     from longctx.checkpoint_format import CHECKPOINTS, MANIFEST
 
@@ -305,7 +305,7 @@ def _described(row: Summary, stay: dict[int, str] | None) -> dict[str, Any]:
 
 
 def _cells(row: Summary, stay: dict[int, str] | None) -> list[str]:
-    """A checkpoint as a line of the table; a dash where something is not known."""
+    """Return a checkpoint as a row of the table, with a dash for unknown values."""
     size = kept = _UNKNOWN
     if row.num_bytes is not None:
         size = human_bytes(row.num_bytes)
@@ -316,7 +316,7 @@ def _cells(row: Summary, stay: dict[int, str] | None) -> list[str]:
 
 
 def _problems(folder: Path) -> list[str]:
-    """Everything that is wrong with one checkpoint, its files read one by one."""
+    """Return all problems of one checkpoint, reading its files one by one."""
     from launcher.checkpoint.load import check_training
     from longctx.checkpoint_format import CheckpointReader
     from longctx.conversion.checks import check_tensors
@@ -336,7 +336,7 @@ def _problems(folder: Path) -> list[str]:
             seen(entry["bytes"])
     if not problems:
         try:
-            # Files as they were written, by somebody who may have written other things than the manifest says.
+            # Intact files may still contradict the manifest, if their writer was wrong or malicious.
             reader.check_entries()
         except CheckpointError as error:
             problems.append(str(error))
@@ -344,12 +344,12 @@ def _problems(folder: Path) -> list[str]:
 
 
 def _stored_problems(address: str) -> list[dict[str, Any]]:
-    """What is wrong with a checkpoint at an address, or with each of a run's, every byte read."""
+    """Return the problems of a checkpoint at an address, or of each of a run's, reading every byte."""
     from launcher.checkpoint.store import find_address
 
     store, step = find_address(address)
     there = store.committed()
-    # Of a step that was named also what was never finished: it is then said to have no manifest.
+    # Include a named step even if it is unfinished; it is then reported to have no manifest.
     if step is not None:
         there = {step: store.of_step(step)}
     if not there:

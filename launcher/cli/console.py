@@ -1,6 +1,6 @@
-"""What every verb writes with: results on standard output; progress, notes and warnings on standard error.
+"""Console output of every verb: results on standard output; progress, notes and warnings on standard error.
 
-This file imports nothing heavy, because ``--help`` waits for it.
+This file has no heavy imports, because ``--help`` waits for it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Json = Annotated[bool, arg(help="Print JSON instead of a table.")]
 
 
 def program() -> str:
-    """How the user called us, for commands that we suggest: what works once works again."""
+    """Return the user's way to call this program, for suggested commands: it has just worked, so it works again."""
     script = Path(sys.argv[0])
     if script.name == "longctx":
-        # The bare name works where the PATH leads to this very script.
+        # The bare name works if the PATH leads to this script.
         on_path = shutil.which("longctx")
         if on_path is not None and script.exists() and script.samefile(on_path):
             return "longctx"
@@ -51,7 +51,7 @@ def program() -> str:
 
 
 def command(*words: object) -> str:
-    """A command line to copy: our name and ``words``, quoted where a shell needs it."""
+    """Return a command line to copy: our name and ``words``, shell-quoted if necessary."""
     return f"{program()} {shlex.join(str(word) for word in words)}"
 
 
@@ -76,13 +76,13 @@ def note(text: str) -> None:
 
 
 def read_line(prompt: str) -> str | None:
-    """Return the next line of standard input without its end, or None behind the last; a terminal shows the prompt.
+    """Return the next line of standard input without its line end, or None at the end; a terminal shows the prompt.
 
-    ConfigError for a line that is no UTF-8.
+    Raise ConfigError for a line that is not UTF-8.
     """
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
-            # Lines can be edited then, and earlier ones called back.
+            # Allows users to edit lines and to recall earlier ones.
             with suppress(ImportError):
                 import readline  # noqa: F401
             return input(prompt)
@@ -100,19 +100,19 @@ def read_line(prompt: str) -> str | None:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Write at once. When the reader has gone (``| head``), the rest goes nowhere; the exit code stays the verb's."""
+    """Write at once. If the reader has gone (``| head``), drop the rest; the exit code stays the verb's."""
     try:
         stream.write(for_terminal(text, stream))
         stream.flush()
     except BrokenPipeError:
-        # Python would fail once more when it closes the stream at its end.
+        # Python would fail again when it closes the stream at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def unframed(box: str) -> str:
-    """tyro's boxed message on one line: without frame and colours, and without the help text of each option."""
+    """Return tyro's boxed message on one line, without frame, colours and the help text of each option."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    # Without the title. The frame is two columns wide, and drawn in ASCII on a terminal without UTF-8.
+    # Skip the title. The frame is two columns wide, and drawn in ASCII on a terminal without UTF-8.
     lines = [line[2:].rstrip(" │╯") for line in plain.splitlines()[1:]]
     parts: list[str] = []
     for is_rule, block in itertools.groupby(lines, key=lambda line: bool(re.fullmatch("[─-]+", line))):
@@ -122,16 +122,16 @@ def unframed(box: str) -> str:
         options = ", ".join(line.strip(" •") for line in first_paragraph if line.startswith(" "))
         if message and not is_rule and not message.startswith(("For full helptext", "Argument helptext")):
             parts.append(f"{message} {options}".strip())
-    # A line may break before its full stop.
+    # A line may be wrapped before its full stop.
     return "; ".join(parts).replace(" .", ".")
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, two spaces apart: the first to the left, numbers to the right; nothing is cut or wrapped."""
+    """Align columns two spaces apart: the first to the left, numbers to the right, without truncation or wrapping."""
     columns: list[list[str]] = []
     for index, heading in enumerate(headings):
         column = [row[index] for row in rows]
-        # Numbers stand to the right, and the heading with them; some of them may be unknown.
+        # Numbers and their heading are right-aligned; some numbers may be unknown.
         pad = str.ljust
         if column and all(cell[:1].isdigit() or cell == "–" for cell in column):
             pad = str.rjust
@@ -142,7 +142,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """``1536`` as ``1.5 KiB``."""
+    """Format ``1536`` as ``1.5 KiB``."""
     if count < 1024:
         return f"{count:.0f} B"
     for prefix in ("KiB", "MiB", "GiB"):
@@ -156,29 +156,29 @@ def human_bytes(count: float) -> str:
 
 
 class Update(Protocol):
-    """What a piece of work calls as it goes on; absent arguments leave things as they are.
+    """Callback for the progress of work; omitted arguments keep their values.
 
-    ``counted`` is what the rate counts where that is not ``done``: text, say, where the files on disk are compressed.
+    ``counted`` is the amount for the rate if it differs from ``done``: for example, text if the files are compressed.
     """
 
     def __call__(self, done: int, total: int | None = None, note: str = "", counted: int | None = None) -> None: ...
 
 
 def byte_rate(per_second: float) -> str:
-    """``4.1 MiB/s``."""
+    """Format a rate as ``4.1 MiB/s``."""
     return f"{human_bytes(per_second)}/s"
 
 
 class Pace:
-    """How fast work goes, and how long it will still take, since it was first reported."""
+    """Speed and remaining time of work since its first report."""
 
     def __init__(self, rate: Callable[[float], str] | None) -> None:
-        """``rate`` words what is done a second; without it there is nothing to say."""
+        """Start without reports. ``rate`` formats an amount per second; without it ``text`` is empty."""
         self._rate = rate
         self._first: tuple[float, int, int] | None = None
 
     def text(self, done: int, total: float | None, now: float, counted: int | None = None) -> str:
-        """``4.1 MiB/s, 2 min left``; empty before a second has passed."""
+        """Format as ``4.1 MiB/s, 2 min left``; empty before a second has passed."""
         if counted is None:
             counted = done
         if self._first is None:
@@ -201,17 +201,17 @@ def progress(
     rate: Callable[[float], str] | None = None,
     seconds_between_lines: float = 10.0,
 ) -> Iterator[Update]:
-    """Show that work goes on: a bar on a terminal, otherwise a line every ``seconds_between_lines``.
+    """Show progress: a bar on a terminal, otherwise a line every ``seconds_between_lines``.
 
-    ``done`` beyond ``total`` means that the total was only a guess: the bar then shows activity alone. With ``rate``,
-    which words what is done a second, speed and time left are shown too.
+    If ``done`` exceeds ``total``, the total was only a guess, and the bar shows only activity. With ``rate``, which
+    formats an amount per second, speed and time left are shown too.
     """
     pace = Pace(rate)
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         note(f"{label} …")
         yield _Lines(label, total, pace, seconds_between_lines)
         return
-    # Here, because rich takes longer to import than a short verb takes to run.
+    # Imported here, because rich takes longer to import than a short verb takes to run.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -231,7 +231,7 @@ def progress(
             if total is not None:
                 known = total
             if known is not None and done > known:
-                # The guess was too low. update() reads None as "unchanged", so the total is taken away by hand.
+                # The guess was too low. update() reads None as "unchanged", so remove the total by hand.
                 bar.tasks[0].total = total = known = None
             parts = [part for part in (note, pace.text(done, known, time.monotonic(), counted)) if part]
             bar.update(task, completed=done, total=total, note=spelled(", ".join(parts)))
@@ -240,7 +240,7 @@ def progress(
 
 
 class _Lines:
-    """Progress where there is no terminal: a line now and then."""
+    """Progress without a terminal: a line at intervals."""
 
     def __init__(self, label: str, total: int | None, pace: Pace, seconds: float) -> None:
         self._label, self._total, self._pace, self._seconds = label, total, pace, seconds
@@ -261,10 +261,10 @@ class _Lines:
 
 
 def interruptible(action: Callable[[], Result]) -> Result:
-    """Run ``action`` in a thread, so that Ctrl-C is heard at once while it computes outside of Python.
+    """Run ``action`` in a thread, so that Ctrl-C is handled at once even during computation outside of Python.
 
-    Ctrl-C ends the thread as well if it runs Python, which removes what it has half written. If it computes elsewhere
-    it is left to itself: nothing is written there, and ``main`` ends the process without waiting for it.
+    If the thread runs Python, Ctrl-C ends it too, and it removes unfinished files. Otherwise it is abandoned: it writes
+    no files at that point, and ``main`` ends the process without waiting for it.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -281,9 +281,9 @@ def interruptible(action: Callable[[], Result]) -> Result:
             has_ended.set()
 
     worker = threading.Thread(target=work, name=ABANDONED, daemon=True)
-    # Without a time-out Ctrl-C would not be heard. Not join(): interrupted, it takes the thread for ended (3.11).
+    # Without a time-out Ctrl-C would not be noticed. Not join(): interrupted, it takes the thread for ended (3.11).
     try:
-        # start() waits for the thread, which may be well into its work when Ctrl-C comes.
+        # start() waits for the thread, which may already be at work when Ctrl-C comes.
         worker.start()
         while not has_ended.wait(0.1):
             pass
@@ -305,7 +305,7 @@ ABANDONED = "longctx-worker"
 
 
 def has_abandoned_work() -> bool:
-    """Whether a thread of ``interruptible`` still runs."""
+    """Return whether a thread of ``interruptible`` is still running."""
     return any(thread.name == ABANDONED for thread in threading.enumerate())
 
 
@@ -314,9 +314,9 @@ def has_abandoned_work() -> bool:
 
 @contextmanager
 def warnings_on_stderr() -> Iterator[None]:
-    """Within the block, warnings of any package are lines on standard error, without disturbing a progress bar.
+    """Print warnings of any package as lines on standard error within the block, without disturbing a progress bar.
 
-    What ends a command is left out: it is written to standard error by itself.
+    The error that ends a command is left out: it is written to standard error separately.
     """
     handler = _NoteHandler(logging.WARNING)
     handler.addFilter(is_for_console)

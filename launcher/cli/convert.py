@@ -99,7 +99,7 @@ def convert(
 
 
 def _tell(done: Conversion, kind: str, *, to_hf: bool) -> None:
-    """Print what was written and verified, and what to do with it."""
+    """Print the written and verified files, and the next command."""
     from longctx.conversion.weights.json_files import read_json
     from longctx.families import auto_class
 
@@ -127,7 +127,7 @@ def _upcycle(source: Path, output: Path, wanted: str) -> None:
 
 
 def _verified(done: Conversion) -> Iterator[str]:
-    """A line for each thing that a conversion did besides moving bits, and for each that it verified."""
+    """Yield a line for each step of a conversion besides moving bits, and for each verification."""
     for kinds, count in done.lossy_casts.items():
         yield f"Cast as asked: {plural(count, 'tensor')} {kinds}, which loses bits."
     if done.carried:

@@ -1,4 +1,4 @@
-"""The options of the verbs that read text: which corpus, who does the work, what to do about duplicates."""
+"""Options of the verbs that read text: corpus, workers and duplicates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Where the text comes from."""
+    """Source of the text."""
 
     source: Annotated[str, arg(metavar="PATH", help_behavior_hint="(required)")] = ""
     """Folder or file, or its URL (s3://, gs://): text, .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, also .gz,
@@ -65,9 +65,9 @@ class Corpus:
     r"""Text before each file, e.g. '# {path}\n'; also {directory} and {name}. Nothing unless given."""
 
     def open(self) -> Source:
-        """The source to read; DataError if there is none, ConfigError if none is named.
+        """Return the source to read. Raise DataError if it does not exist, ConfigError if none is named.
 
-        What is not read as text is said: nobody has to have named it.
+        Print a note if the source is not plain text, because the user need not have said so.
         """
         from data_pipeline.prepare.reading import Lengths
         from data_pipeline.prepare.recognise import described
@@ -95,7 +95,7 @@ class Corpus:
         return source
 
     def arguments(self) -> list[str]:
-        """The options as the user gave them, for a command line that we suggest."""
+        """Return the options as the user gave them, for a suggested command line."""
         arguments = ["--source", self.source]
         defaults = Corpus(source=self.source)
         for f in fields(self):
@@ -110,7 +110,7 @@ class Corpus:
         return arguments
 
     def _joining(self) -> Join | None:
-        """How files are joined; None where each is a document. ConfigError for options without effect."""
+        """Return the rule for joining files; None if each is a document. ConfigError for options without effect."""
         from data_pipeline.prepare.joining import DEFAULT_JOIN_BYTES, Join
 
         if self.join == "file":
@@ -121,7 +121,7 @@ class Corpus:
             return None
         depth, most_bytes = 0, DEFAULT_JOIN_BYTES
         if self.join_depth is not None:
-            # 0 is what leaving it out says: a number that is given must count something.
+            # 0 is the same as leaving it out: an explicit number must be positive.
             if self.join_depth < 1:
                 raise ConfigError(
                     f"--join-depth {self.join_depth} must be at least 1. Left out, each directory counts."
@@ -134,7 +134,7 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Who does the work."""
+    """Cores or cluster nodes that do the work."""
 
     workers: int | None = None
     """Cores to use, all unless given, of this machine or of the cluster; each takes about 0.5 GB. The result does not
@@ -149,7 +149,7 @@ class Workers:
     @contextlib.contextmanager
     def hired(self) -> Iterator[Engine]:
         """Yield the engine; a cluster stays connected until the block ends."""
-        # Before anything is hashed: a cluster that does not answer is known at once.
+        # Before any hashing: an unreachable cluster is reported at once.
         if self.engine == "ray":
             from data_pipeline.prepare.parts.cluster import open_cluster
 
@@ -165,7 +165,7 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class Duplicates:
-    """What to do about texts that stand in the corpus more than once."""
+    """Treatment of texts that occur in the corpus more than once."""
 
     duplicates: Literal["keep", "together", "exact", "near"] = "keep"
     """keep: nobody looks. exact: of equal texts one stays. near: of similar texts one stays, the longest. together: all
@@ -180,8 +180,8 @@ class Duplicates:
     """Values of a MinHash signature: more estimate the similarity better, and take 2 bytes a document each."""
 
     def rule(self) -> DuplicateRule:
-        """The options, checked."""
-        # Here, as in every verb: `--help` imports nothing of the data pipeline.
+        """Return the rule set by the options, checked."""
+        # Imported here, as in every verb: `--help` must not import the data pipeline.
         from data_pipeline.prepare.duplicates.rule import DuplicateRule
 
         return DuplicateRule(
@@ -196,7 +196,7 @@ class Duplicates:
 def say_left_out(
     counts: Mapping[str, int], examples: Mapping[str, Sequence[str]], file: Path | str | None = None
 ) -> None:
-    """Print what was left out: a line for each reason, with the first names, and where the whole list lies."""
+    """Print the omitted documents: a line for each reason with the first names, and the path of the full list."""
     from data_pipeline.prepare.left_out import left_out_lines
 
     if not counts:
@@ -208,9 +208,9 @@ def say_left_out(
 
 
 def duplicate_lines(report: DuplicateReport) -> list[str]:
-    """What a build found of duplicates: how many were removed, which ones for example, and how large groups are."""
+    """Return lines about a build's duplicates: the number removed, some examples, and the sizes of groups."""
     counts = report.counts
-    # Of all kinds: a low threshold shows itself by a group as large as the corpus.
+    # Over all kinds: a threshold that is too low shows as a group as large as the corpus.
     groups = f"{plural(counts.groups, 'group')} of documents, the largest of {counts.largest_group:,}."
     if report.file is None:
         if not counts.groups:
@@ -222,7 +222,7 @@ def duplicate_lines(report: DuplicateReport) -> list[str]:
         ("near", counts.near_documents, counts.near_bytes),
     ):
         names = [str(example) for example in report.examples if example.kind == kind]
-        # A list may have more of one kind than anybody reads before the first of the other.
+        # One kind may have so many names that a reader would never reach the other kind.
         shown = ""
         if names:
             shown = f": {', '.join(names)}"
@@ -235,11 +235,11 @@ def duplicate_lines(report: DuplicateReport) -> list[str]:
 
 
 def read_so_far(documents: int, text_bytes: int) -> str:
-    """How much was read, for a line of progress or of results."""
+    """Return the amount read so far, for progress or results."""
     return f"{plural(documents, 'document')}, {human_bytes(text_bytes)}"
 
 
 def _unescaped(template: str) -> str:
-    """A template with its newlines and tabs, which a shell passes on as two characters each."""
+    """Return a template with its newlines and tabs, which a shell passes on as two characters each."""
     escapes = {r"\\": "\\", r"\n": "\n", r"\t": "\t"}
     return re.sub(r"\\[\\nt]", lambda found: escapes[found[0]], template)

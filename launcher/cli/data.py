@@ -100,7 +100,7 @@ def build(
         shard_tokens = DEFAULT_SHARD_TOKENS
     with crew.hired() as engine:
         source = _hashed(corpus)
-        # Duplicates are looked for in a pass of its own, before the one that encodes.
+        # Duplicates are found in a separate pass before the encoding pass.
         passed = source.num_bytes if rule.finds else 0
         with progress(f"tokenizing {source.spec}", total=source.num_bytes + passed, rate=byte_rate) as update:
             report = build_shards(
@@ -128,7 +128,7 @@ def build(
 
 
 def _hashed(corpus: Corpus) -> Source:
-    """Open a corpus, its files hashed: of a large one that takes minutes."""
+    """Open a corpus and hash its files, which takes minutes for a large one."""
     source = corpus.open()
     with progress(f"checking {source.spec}", total=source.num_bytes, rate=byte_rate) as update:
         source.fingerprint(progress=update)
@@ -163,7 +163,7 @@ def inspect(
     from data_pipeline.stores.urls import below, locate
 
     if is_mixture(folder):
-        # Rows of a mixture are a run's: `data sample` shows them.
+        # Rows of a mixture depend on a run: `data sample` shows them.
         _inspect_mixture(Path(folder), json=json)
         return
     if row is not None and seq_len is None:
@@ -236,7 +236,7 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
         folders = [*Mixture.load(folder).folders(Path(folder).parent)]
     for place in folders:
         if not has_folder(place):
-            # Raises the error that says what a shard folder is: this one is not damaged, it is none.
+            # Raises the error for a folder without shards: this one is not a damaged shard folder.
             Manifest.load(place)
     with progress(f"reading {folder}"):
         problems = interruptible(lambda: find_problems(folder))
@@ -288,11 +288,11 @@ def pack(
     say(f"Look at it: {command('data', 'inspect', output)}")
 
 
-# --------------------------------------------------------------------------------------------------- what they print
+# ------------------------------------------------------------------------------------------------- output of the verbs
 
 
 def _leave_out(folder: str, shards: Sequence[str], *, is_alone: bool, json: bool) -> None:
-    """Leave shards out of a folder, and print what that means."""
+    """Remove shards from a folder's manifest and print the consequences."""
     from data_pipeline.prepare.without import leave_out
 
     if not is_alone:
@@ -344,7 +344,7 @@ def _say_build(report: BuildReport, vocab_size: int, *, json: bool) -> None:
         say(f"{report.output} was made in {report.seconds:.1f} s.")
     train, look = ["--data.train", report.output], ["--seq-len", 4096]
     if report.training.source_tokens:
-        # Any recipe with an encoder; this one trains anywhere.
+        # Any recipe with an encoder would do; this one trains on any machine.
         train = ["--config", "translate-small", *train, "--model.vocab_size", vocab_size]
         if report.validation is None:
             train += ["--validation.rows", 0]
@@ -356,8 +356,8 @@ def _say_build(report: BuildReport, vocab_size: int, *, json: bool) -> None:
 
 
 def _description_table(found: list[Description]) -> str:
-    # Every split is described at the same row length and gets the same rows: one power of two that only one split has
-    # documents of is a 0 in the other.
+    # Every split is described at the same row length and gets the same table rows: a power of two without documents
+    # in one split is shown there as 0.
     exponents = sorted({int(key.removeprefix("2^")) for d in found for key in d.length_histogram})
     columns = [_description_column(d, exponents) for d in found]
     headings = [d.split for d in found]
@@ -371,7 +371,7 @@ def _description_table(found: list[Description]) -> str:
 
 
 def _description_column(found: Description, exponents: list[int]) -> dict[str, str]:
-    """What is known of a split, by the names of the table's rows; documents are counted by powers of two."""
+    """Return the properties of a split by the names of the table's rows; documents are counted by powers of two."""
     column = {
         "documents": f"{found.documents:,}",
         "tokens": f"{found.tokens:,}",
@@ -384,7 +384,7 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
         "shards": f"{found.shards:,}",
         "size on disk": human_bytes(found.shard_bytes),
     }
-    # Of the whole source, and told by the training split alone.
+    # For the full source, and reported by the training split only.
     for name, value in found.duplicates.items():
         shown = f"{value:,}"
         if name.endswith("_bytes"):
@@ -404,7 +404,7 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
 
 
 def _of_sources(found: Description) -> dict[str, str]:
-    """What is known of the sources of pairs."""
+    """Return the properties of the sources of pairs; empty without pairs."""
     if not found.source_tokens:
         return {}
     return {
@@ -414,7 +414,7 @@ def _of_sources(found: Description) -> dict[str, str]:
 
 
 def _row_text(row: RowView) -> str:
-    """A packed row as lines: each document's piece, and how it begins and ends."""
+    """Format a packed row as lines: each document's piece with its beginning and end."""
     where = ""
     if row.num_blocks > 1:
         where = f" of block {row.block} of {row.num_blocks:,}"

@@ -63,7 +63,7 @@ def plan(
     run_config = load_run_config(argv)
     world = World.of(run_config, ranks)
     check_run(run_config, world.ranks)
-    # How many rows go through the model at once may follow from the ranks.
+    # The number of rows per micro-batch may depend on the ranks.
     run_config = settle(run_config, _machine(run_config, world.ranks))
     data, micro_batches = run_config.data, run_config.micro_batches(world.ranks)
     open_folder = partial(ShardSet.open, verify=False, cache=data.cache)
@@ -150,7 +150,7 @@ def sample(
 
 
 def _machine(config: RunConfig, ranks: int) -> Machine:
-    """That of a run on so many ranks, with the device that it names or this machine has."""
+    """Return the machine of a run on ``ranks`` ranks, with the config's device or that of this machine."""
     import torch
 
     from launcher.config.resolve import Machine
@@ -164,7 +164,7 @@ def _machine(config: RunConfig, ranks: int) -> Machine:
 
 
 def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
-    """What packing costs, and how even ranks are."""
+    """Return table rows about the cost of packing and the balance of ranks."""
     packing, about = found.packing, ""
     if not packing.exact:
         about = "about "
@@ -177,7 +177,7 @@ def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
     lines.extend([name, count] for name, count in left_out(packing).items())
     busiest = "busiest rank"
     if lockstep:
-        # With these settings ranks wait for one another in each.
+        # With these settings ranks wait for one another in each micro-batch.
         busiest = "busiest rank of each micro-batch"
     for name, factors in (("in their order", found.work.in_order), ("data.balance", found.work.balanced)):
         if factors:
@@ -187,7 +187,7 @@ def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
 
 
 def left_out(packing: PackReport) -> dict[str, str]:
-    """Return what rows cut or do not hold, by the names of a table's rows."""
+    """Return the documents and tokens that rows truncate or omit, by the names of a table's rows."""
     about = ""
     if not packing.exact:
         about = "about "

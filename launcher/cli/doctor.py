@@ -60,7 +60,7 @@ def doctor(
         slots = read_hostfile(hostfile)
     options = Options(folder=folder, port=master_port, world_size=world_size or sum(slots.values()) or 1)
     with progress("checking this machine"):
-        # With a hostfile the port is that of its first host, which is asked itself.
+        # With a hostfile the port belongs to its first host, which is checked over ssh.
         here = examine(replace(options, port=0) if slots else options)
     hosts = _hosts(slots, here, options)
     network = None
@@ -83,7 +83,7 @@ def _hosts(slots: dict[str, int], here: Machine, options: Options) -> list[Host]
 def _network(
     hostfile: Path | None, slots: dict[str, int], here: Machine, hosts: list[Host], *, port: int, wanted: bool
 ) -> Network:
-    """What is found of the network between the hosts that answer; of one machine between its GPUs."""
+    """Check the network between the hosts that answer, or between the GPUs of a single machine."""
     from launcher.doctor.network.check import Network, check_hosts, check_this_machine
     from launcher.doctor.network.findings import skipped
 
@@ -97,7 +97,7 @@ def _network(
 
 
 def _say(here: Machine, hosts: list[Host], network: Network | None, as_json: bool) -> int:
-    """Print all findings; returns the exit code."""
+    """Print all findings and return the exit code."""
     from dataclasses import asdict
 
     from launcher.doctor.finding import lines_of, summary, worst

@@ -1,4 +1,4 @@
-"""The verb ``evaluate``; ``launcher/evaluate.py`` is the same over ranks."""
+"""The verb ``evaluate``; ``launcher/evaluate.py`` runs it over ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def _unless_given(default: str) -> Any:
-    """Show a default in the help of an option that is None unless it is given."""
+    """Show a default in the help of an option whose value is None if it is not given."""
     return arg(help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """The options of ``evaluate``."""
+    """Options of ``evaluate``."""
 
     checkpoint: Annotated[Path | None, arg(metavar="DIR")] = None
     """Checkpoint, run folder (its newest checkpoint), or Hugging Face folder."""
@@ -130,7 +130,7 @@ def evaluate(flags: Annotated[Flags, arg(name="")]) -> None:
 
 
 def _kind_of(asked: Sequence[str]) -> str:
-    """Return the kind of the tasks; ConfigError for tasks of two kinds."""
+    """Return the kind of the tasks. Raise ConfigError for tasks of two kinds."""
     tasks = ",".join(asked)
     if "translation" in asked:
         if len(asked) > 1:
@@ -169,7 +169,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """Return the options that are given: the others keep the default of what they are for."""
+    """Return only the options that are given, so that the others keep their defaults."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -180,7 +180,7 @@ def _translate(flags: Flags) -> None:
 
     if flags.checkpoint is None or flags.output is None:
         raise ConfigError("evaluate --tasks translation needs --checkpoint DIR --output DIR.")
-    # --beams 1 says that nothing is to be searched for: a loop over numbers of beams may name a penalty for all.
+    # A penalty with --beams 1 is allowed: a loop over numbers of beams may pass the same penalty to all.
     if flags.length_penalty is not None and flags.beams is None:
         raise ConfigError(
             f"--length-penalty {flags.length_penalty:g} compares beams, and without --beams nothing is searched for. "
@@ -208,7 +208,7 @@ def _translate(flags: Flags) -> None:
 
 
 def _ask_encoder(flags: Flags, asked: Sequence[str]) -> None:
-    """Have an encoder predict masked tokens and pairs; rank 0 prints the scores."""
+    """Let an encoder predict masked tokens and pairs; rank 0 prints the scores."""
     from launcher.evaluation.masked import SCORES, Options, measure
     from launcher.evaluation.options import split_lengths
     from parallel.runtime.launched import environment_rank
@@ -244,7 +244,7 @@ def _ask_encoder(flags: Flags, asked: Sequence[str]) -> None:
 
 
 def _options(flags: Flags) -> Options:
-    """The options as values; ConfigError for those that are missing or out of range."""
+    """Return the options as values. Raise ConfigError for missing options or values out of range."""
     from launcher.evaluation.options import LongPPL, Options, split_depths, split_lengths, split_names
     from longctx.evaluation.task import RulerFiles
 
@@ -277,7 +277,7 @@ def _evaluate(options: Options, *, as_json: bool) -> None:
     import launcher.evaluation.run as evaluation
     from parallel.runtime.launched import environment_rank
 
-    # Every rank measures; one speaks.
+    # Every rank measures; rank 0 prints.
     is_rank_0 = environment_rank()[0] == 0
     if is_rank_0:
         _say_what_is_missing(options)
@@ -292,7 +292,7 @@ def _evaluate(options: Options, *, as_json: bool) -> None:
 
 
 def _say_what_is_missing(options: Options) -> None:
-    """Name the tasks of a group that lack their file, and the depths that no sample takes."""
+    """Print the tasks of a group that lack their file, and the depths without a sample."""
     tasks, _, left_out = options.chosen()
     if left_out:
         note(f"left out, because their files were not given (--squad, --hotpotqa): {', '.join(left_out)}")
@@ -303,7 +303,7 @@ def _say_what_is_missing(options: Options) -> None:
 
 
 def token_progress(label: str, total: int | None = None) -> AbstractContextManager[Update]:
-    """Progress; of so many tokens with the time left."""
+    """Show progress; with ``total`` tokens, also the speed and the time left."""
     from launcher.metrics.console import short_number
 
     if total is None:
@@ -312,7 +312,7 @@ def token_progress(label: str, total: int | None = None) -> AbstractContextManag
 
 
 def _print(options: Options, page: Path, *, as_json: bool) -> None:
-    """The scores and losses, and where all the rest is."""
+    """Print the scores and losses, and the path of the page with all results."""
     from launcher.report.evaluation.folder import load_evaluation
     from launcher.report.evaluation.tables import area_rows, loss_rows, score_rows, summary_of
 

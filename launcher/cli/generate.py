@@ -1,4 +1,4 @@
-"""The verb ``generate``; ``launcher/generate.py`` is the same over ranks."""
+"""The verb ``generate``; ``launcher/generate.py`` runs it over ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Strings = UseAppendAction[list[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Choosing:
-    """Greedy without an option; drawn with one of the first five; searched for with --beams."""
+    """Choice of tokens: greedy without an option, sampling with one of the first five, search with --beams."""
 
     temperature: float | None = None
     """Below 1 sharper, above 1 flatter, 0 greedy; 1 where another option of sampling is given."""
@@ -62,7 +62,7 @@ class Choosing:
     """End before this text; may be given several times."""
 
     def strategy(self) -> Greedy | Sample | Beams:
-        """Beams or sampling as soon as an option of theirs is given; ConfigError where an option would do nothing."""
+        """Return beams or sampling if one of their options is given. Raise ConfigError for an option without effect."""
         from longctx.generation.beams import Beams
         from longctx.generation.sampling import Greedy, Sample
 
@@ -74,7 +74,7 @@ class Choosing:
             _refuse(sampling, f"--beams {self.beams} draws no token")
             return Beams(**searching)
         _refuse(searching, "without --beams nothing is searched for")
-        # A temperature of 0 is the usual word for greedy.
+        # A temperature of 0 conventionally means greedy.
         if sampling.get("temperature") == 0:
             del sampling["temperature"]
             _refuse(sampling, "--temperature 0 is greedy")
@@ -84,7 +84,7 @@ class Choosing:
         return Sample(**sampling)
 
     def penalties(self) -> Penalties:
-        """The penalties."""
+        """Return the penalties set by the options."""
         from longctx.generation.penalties import Penalties
 
         return Penalties(
@@ -198,7 +198,7 @@ def _continue_one(session: Session, options: Options) -> None:
 
 
 def _talk(session: Session, options: Options) -> None:
-    """Answer the lines of standard input, each after what was said before it."""
+    """Answer the lines of standard input, each in the context of the turns before it."""
     from launcher.generation.talk import Talk
 
     talk, num_replies = Talk(options, session.opened), 0
@@ -218,7 +218,7 @@ def _talk(session: Session, options: Options) -> None:
 def _next_question(talk: Talk) -> array[int] | None:
     """Return the ids up to the reply to the next line, or None at the end of standard input.
 
-    LongCtxError for one that gets no reply; whoever types it is told and may say something else.
+    Raise LongCtxError for a line without a possible reply; on a terminal, show the error and read another line instead.
     """
     while True:
         try:
@@ -234,7 +234,7 @@ def _next_question(talk: Talk) -> array[int] | None:
 
 
 class _Written(NamedTuple):
-    """A continuation that was written."""
+    """Continuation that was written."""
 
     ids: list[int]
     text: str
@@ -245,9 +245,9 @@ class _Written(NamedTuple):
 def _write_text(
     session: Session, prompt_ids: Sequence[int], tokens: Iterator[int], write_out: Callable[[str], None]
 ) -> _Written:
-    """Write the text of a continuation as it comes, and a newline."""
+    """Write the text of a continuation as it is generated, and a newline."""
     started = time.monotonic()
-    # A bar and the text would share the terminal's last line: the bar is gone when the first token is there.
+    # A bar and the text would share the terminal's last line, so the bar ends before the first token is printed.
     with progress(f"reading {len(prompt_ids):,} tokens"):
         first = list(islice(tokens, 1))
     read_seconds = time.monotonic() - started
@@ -286,7 +286,7 @@ def _continue_all(session: Session, options: Options) -> None:
                 num_tokens += len(ids)
                 num_unknown += text.num_unknown
     finally:
-        # After Ctrl-C too, and where one group of ranks has failed.
+        # Also after Ctrl-C, or if one group of ranks has failed.
         if num_lines < len(prompts):
             note(f"{num_lines:,} of {plural(len(prompts), 'prompt')} are written.")
     _warn_of_unknown(num_unknown)
@@ -295,22 +295,22 @@ def _continue_all(session: Session, options: Options) -> None:
 
 @contextmanager
 def _result_to(path: Path | None) -> Iterator[Callable[[str], None]]:
-    """What writes to a new file, or to standard output."""
+    """Yield a function that writes to a new file or to standard output."""
     if path is None:
         yield write
         return
-    # Without a buffer, so that each line goes out whole: a kill leaves no part of one.
+    # Unbuffered, so that each line is written at once: a kill leaves no partial line.
     with path.open("xb", buffering=0) as file:
 
         def write_out(text: str) -> None:
-            # Half a surrogate pair, which JSON can spell, goes out as it came.
+            # Half a surrogate pair, which JSON allows, is written as an escape sequence.
             file.write(text.encode(errors="backslashreplace"))
 
         yield write_out
 
 
 class _Text:
-    """The text of a continuation's tokens, to its first stop string. What ``add`` and ``finish`` return is, joined, it.
+    """Text of a continuation's tokens up to the first stop string: the joined results of ``add`` and ``finish``.
 
     Ids that the tokenizer does not have are left out and counted.
     """
@@ -325,7 +325,7 @@ class _Text:
         self.num_unknown = 0
 
     def add(self, token: int) -> str:
-        """What this token made certain."""
+        """Return the text that this token completes."""
         # A model's vocabulary may be padded beyond its tokenizer's.
         if token >= self._vocab_size:
             self.num_unknown += 1
@@ -333,7 +333,7 @@ class _Text:
         return self._gate.add(self._text.add(token))
 
     def finish(self) -> str:
-        """What is left."""
+        """Return the remaining text."""
         return self._gate.add(self._text.finish()) + self._gate.finish()
 
 
@@ -343,7 +343,7 @@ def _warn_of_unknown(count: int) -> None:
 
 
 def _summarise(written: _Written, ends: set[int], seconds: float) -> None:
-    """Say how many tokens came, in what time, and why they ended."""
+    """Print the number of tokens, the time, and the reason for the end."""
     ids, read_seconds = written.ids, written.read_seconds
     rate = ""
     if len(ids) > 1 and seconds > read_seconds:

@@ -1,4 +1,4 @@
-"""Options that several verbs have: one of several words, or several; on how many processes a decoder computes."""
+"""Options shared by several verbs: one of several words, repeated values, and the ranks and device of a decoder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Several = UseAppendAction[list[list[str]]]
 
 
 def flat(given: Several) -> list[str]:
-    """Return every value, whichever of the option's uses named it."""
+    """Return all values, over all uses of the option."""
     return [value for values in given for value in values]
 
 
 def one_of(*choices: str, bare: str | None = None) -> PrimitiveConstructorSpec[str | None]:
-    """An option that takes one of ``choices``; ``bare`` is what it means without a value."""
+    """Return the spec of an option that takes one of ``choices``; ``bare`` is its meaning without a value."""
 
     def read(given: list[str]) -> str | None:
         if given:
@@ -59,5 +59,5 @@ class RankFlags:
     """How long a rank waits for another."""
 
     def values(self) -> dict[str, Any]:
-        """The fields of ``Computation``."""
+        """Return the fields of ``Computation``."""
         return asdict(self)

@@ -105,13 +105,13 @@ def _longest(run: RunEstimate, asked: RunConfig) -> int:
 
     config = run.config
     if asked.train.chunk_tokens == "auto":
-        # What a longer row's would be.
+        # The candidate for the longest rows.
         config = chunk_choices(config)[-1]
     return longest_row(config, run.world, run.hardware)
 
 
 def _longer(run: RunEstimate, longest: int) -> Candidate | None:
-    """Settings for the next power of two that does not fit, in units of the run's own rows."""
+    """Return settings for the next power of two that does not fit, in units of the run's own rows."""
     from launcher.plan.search import fit_rows
 
     seq_len = run.config.data.seq_len
@@ -191,7 +191,7 @@ def _trace(
 
 
 def _capability(text: str) -> tuple[int, int]:
-    """(9, 0) of "9.0"."""
+    """Parse "9.0" into (9, 0)."""
     major, dot, minor = text.partition(".")
     if not (dot and major.isdigit() and minor.isdigit()):
         raise ConfigError(f"--capability {text!r} is not one. Write 8.0 (A100), 9.0 (H100) or 10.0 (B200).")

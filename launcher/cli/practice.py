@@ -50,13 +50,13 @@ def practice(
         raise ConfigError(f"--documents {documents}: give 1 or more.")
     if output.exists() and not overwrite:
         raise DataError(f"output={output} exists. Name another file, or replace it with --overwrite.")
-    # Checked before anything is written.
+    # Checked before writing.
     drawn = Practice(words=words, pairs=pairs, mentions=mentions, questions=questions, kind=kind, seed=seed)
 
-    # In memory until all are made: an interrupted file would look like a smaller one.
+    # In memory until all are done: an interrupted file would look like a smaller one.
     lines = []
     with progress("writing documents", total=documents) as update:
-        # The number is all that a document depends on beside the options.
+        # A document depends only on its number and the options.
         for number in range(documents):
             record: dict[str, object] = {"text": drawn.document(number)}
             if messages:

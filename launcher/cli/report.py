@@ -32,7 +32,7 @@ def report(
     from launcher.report.comparison import is_evaluation, write_comparison, write_evaluations
 
     evaluations = [folder for folder in folders if is_evaluation(folder)]
-    # A run and an evaluation have no figure in common.
+    # Runs and evaluations have no figures in common.
     if evaluations and len(evaluations) < len(folders):
         raise ConfigError(f"{evaluations[0]} is an evaluation, and others are not. Compare runs, or evaluations.")
     if len(evaluations) > 1:

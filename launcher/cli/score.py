@@ -1,4 +1,4 @@
-"""The verb ``score``; ``launcher/score.py`` is the same over ranks."""
+"""The verb ``score``; ``launcher/score.py`` runs it over ranks."""
 
 from __future__ import annotations
 

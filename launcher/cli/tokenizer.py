@@ -73,7 +73,7 @@ def train(
 
         def learning(sample: Sample, was_kept: bool) -> None:
             found.append((sample, was_kept))
-            # Reading is over; how long the library learns nobody knows.
+            # Reading is over; the duration of the library's training is unknown.
             drawn_from = read_so_far(sample.documents, sample.text_bytes)
             update(
                 source.num_bytes, note=f"{drawn_from} read, learning {vocab_size:,} pieces", counted=sample.text_bytes
@@ -94,14 +94,14 @@ def train(
                 max_text_bytes=max_text_bytes,
                 seed=seed,
                 progress=read,
-                # Not the fingerprint, for which every byte would be read once more.
+                # Not the fingerprint, which would read every byte again.
                 stamp=source.stamp(),
                 on_sample=learning,
             )
         )
     ((sample, was_kept),) = found
     _say_trained(output, tokenizer.vocab_size, sample, max_text_bytes)
-    # What was left out is known of a reading only.
+    # Omitted files are known only if the corpus was read.
     if not was_kept:
         say_left_out(source.skipped, source.left_out.examples)
     say(f"Next: {command('data', 'build', *corpus.arguments(), '--tokenizer', output, '--output', 'DIR')}")

@@ -1,7 +1,7 @@
-"""``longctx VERB``: everything around a run that needs no process group.
+"""``longctx VERB``: all commands around a run that need no process group.
 
-A verb is a typed function: its signature is its options, its docstring their help. Each verb imports what it needs
-when it runs, so that ``--help`` answers at once.
+A verb is a typed function: its signature defines its options, its docstring their help. Each verb imports its
+dependencies when it runs, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from longctx.errors import LongCtxError
 
 @dataclass(frozen=True)
 class Verb:
-    """A function of the command line, and the options of its examples."""
+    """Function of the command line, with the options of its examples."""
 
     run: Callable[..., int | None]
     examples: tuple[str, ...]
@@ -166,35 +166,35 @@ _OUR_PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit code; never raises for what a user can cause."""
+    """Run one verb and return its exit code. Never raises for an error that a user can cause."""
     if argv is None:
         argv = sys.argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal without UTF-8 is no reason to fail.
+        # A terminal without UTF-8 must not cause an error.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         verb = parse(list(argv))
     except SystemExit as end:
-        # What tyro has put on standard output goes out.
+        # Flush tyro's output.
         write("")
         if isinstance(end.code, int):
             return end.code
         return DONE
     except BrokenPipeError:
-        # `… --help | head`: the reader has what it wanted.
+        # `… --help | head`: the reader has closed the pipe.
         write("")
         return DONE
     with warnings_on_stderr():
         code = run_to_exit_code(lambda: explained(verb), interrupted="Interrupted. Nothing half-written is left.")
     if code == INTERRUPTED and has_abandoned_work():
-        # A library still computes in its thread; waiting for it is what Ctrl-C was against.
+        # A library still computes in its thread; after Ctrl-C do not wait for it.
         os._exit(code)
     return code
 
 
 def main_over_ranks(verb: str, argv: Sequence[str]) -> int:
-    """Run a verb on every rank that deepspeed or torchrun started, rank 0 speaking for all: what its script does."""
-    # Imports torch, for which the help of one process does not wait.
+    """Run a verb on every rank that deepspeed or torchrun started; rank 0 prints. The verb's script calls this."""
+    # Imported here: torch is slow to import, and the single-process help must not wait for it.
     from launcher.config.flags import take_flag, without_local_rank
     from parallel.runtime.launched import environment_rank
 
@@ -204,7 +204,7 @@ def main_over_ranks(verb: str, argv: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     with ExitStack() as stack:
         nowhere = stack.enter_context(Path(os.devnull).open("w"))
-        # Results, help and what is wrong with the command line are the same on every rank.
+        # Results, help and command line errors are the same on every rank.
         if rank != 0:
             stack.enter_context(redirect_stdout(nowhere))
         with ExitStack() as parsing:
@@ -218,8 +218,8 @@ def main_over_ranks(verb: str, argv: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
-    """The verb that a command line names, its options bound; SystemExit once help or a complaint is printed."""
-    # Two words before one: `data verify` is not the verb `data`.
+    """Return the verb of a command line with its options bound. After printing help or an error, raise SystemExit."""
+    # Try two words before one: `data verify` is not the verb `data`.
     for length in (2, 1):
         name = " ".join(arguments[:length])
         if name in ELSEWHERE:
@@ -227,7 +227,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
             raise SystemExit(WRONG_USAGE)
         if name in VERBS:
             return _bind(name, arguments[len(name.split()) :])
-    # No verb: help, the version, or a mistake, of the whole command or of a group such as `data`.
+    # No verb: help, the version or a mistake, for the full command or a group such as `data`.
     group, length = "", 1
     if arguments and _verbs_of(arguments[0]):
         group, length = arguments[0], 2
@@ -241,7 +241,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
 
 
 def overview(group: str = "") -> str:
-    """The help of the whole command, or of the verbs that begin with the word ``group``."""
+    """Return the help of the full command, or of the verbs that begin with the word ``group``."""
     rows = [[f"  {name}", (VERBS[name].run.__doc__ or "").splitlines()[0]] for name in _verbs_of(group)]
     verbs = "\n".join(table(["", ""], rows).splitlines()[1:])
     if group:
@@ -250,21 +250,21 @@ def overview(group: str = "") -> str:
 
 
 def _verbs_of(group: str) -> list[str]:
-    """The verbs of two words of which ``group`` is the first; all verbs where it is empty."""
+    """Return the two-word verbs that begin with ``group``; all verbs if it is empty."""
     return [name for name in VERBS if not group or name.startswith(f"{group} ")]
 
 
 def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
-    """The verb with its options; SystemExit once its help or what is wrong with ``arguments`` is printed."""
+    """Return the verb with its options bound. After printing its help or an error, raise SystemExit."""
     verb = VERBS[name]
 
-    # tyro calls what it parses for. The verb itself must run later, outside of the handling of wrong usage.
+    # tyro calls the function it parses for. The verb must run later, outside of the handling of wrong usage.
     @functools.wraps(verb.run)
     def bound(*positional, **options) -> functools.partial[int | None]:
         return functools.partial(verb.run, *positional, **options)
 
     called = f"{program()} {name}"
-    # tyro wraps its messages, which would cut a long path to Python in two: only a help shows it.
+    # tyro wraps its messages, which would split a long path to Python, so only the help shows it.
     shown = name
     if {"-h", "--help"} & set(arguments):
         shown = called
@@ -275,7 +275,7 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
             if not verb.takes_settings:
                 return tyro.cli(bound, prog=shown, args=arguments, config=markers)
             call, settings = tyro.cli(bound, prog=shown, args=arguments, config=markers, return_unknown_args=True)
-            # What is no option of the verb is a setting, which is checked with all others when they are read.
+            # Arguments that are not options of the verb are settings, which are checked when all settings are read.
             return functools.partial(call.func, **{**call.keywords, "settings": tuple(settings)})
     except SystemExit as end:
         if not end.code:
@@ -289,7 +289,7 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
 
 
 def _complain_of_verb(group: str, given: str) -> NoReturn:
-    """Say that a verb is missing or unknown, and which there are."""
+    """Report a missing or unknown verb, and list the known ones."""
     known = _verbs_of(group)
     close = difflib.get_close_matches(given, known, cutoff=0.5)
     if given == group:
@@ -302,24 +302,24 @@ def _complain_of_verb(group: str, given: str) -> NoReturn:
 
 
 def _complain(called: str, complaint: str, offer: str) -> NoReturn:
-    """Say what is wrong with a command line and end with the exit code of wrong usage."""
+    """Report an error in a command line and exit with the code of wrong usage."""
     note(f"{called}: {complaint}\n`{called} --help` {offer}")
     raise SystemExit(WRONG_USAGE)
 
 
 def explained(verb: Callable[[], int | None]) -> int:
-    """Run a verb; a missing package or a file system that refuses becomes a message of one line."""
+    """Run a verb; turn a missing package or a file system error into a short LongCtxError."""
     try:
         return verb() or DONE
     except ModuleNotFoundError as error:
-        # A missing module of our own is our fault, and keeps its traceback.
+        # A missing module of our own is a bug, and keeps its traceback.
         if (error.name or "").partition(".")[0] in _OUR_PACKAGES:
             raise
         raise LongCtxError(
             f"{error.name} is not installed for {sys.executable}.\nRun `make setup` and use .venv/bin/python."
         ) from error
     except OSError as error:
-        # Without a file's name it is no mistake of the user's that we could explain.
+        # Without a file name it is not a user's mistake that we could explain.
         if error.filename is None:
             raise
         raise LongCtxError(f"{error.filename}: {error.strerror}.") from error

@@ -1,4 +1,4 @@
-"""The commands that start training or evaluation, as messages and the verbs print them."""
+"""Command lines that start training or evaluation, printed by messages and verbs."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ SCRIPT = "launcher/pretrain.py"
 
 
 def one_machine(*arguments: object, ranks: int = 2) -> str:
-    """The line that starts ``ranks`` ranks on this machine. It needs neither a hostfile nor ssh."""
+    """Return the command that starts ``ranks`` ranks on this machine. It needs neither a hostfile nor ssh."""
     return _joined(f"deepspeed --num_gpus {ranks} {SCRIPT}", arguments)
 
 
 def torchrun(*arguments: object, ranks: int, script: str = SCRIPT) -> str:
-    """The same with PyTorch's own launcher."""
+    """Return the same command for torchrun."""
     return _joined(f"torchrun --standalone --nproc_per_node {ranks} {script}", arguments)
 
 
 def slurm(*arguments: object, nodes: int, ranks_per_node: int, script: str = SCRIPT) -> str:
-    """The line for a Slurm job: srun starts torchrun once on each node, and torchrun the ranks there."""
-    # Without binding: a task of one core would hold all ranks of its node.
+    """Return the command for a Slurm job: srun starts torchrun once per node, and torchrun starts the ranks there."""
+    # Without binding: otherwise all ranks of a node would share their task's one core.
     once_a_node = f"srun --nodes {nodes} --ntasks {nodes} --ntasks-per-node 1 --cpu-bind none"
     if nodes == 1:
         return f"{once_a_node} {torchrun(*arguments, ranks=ranks_per_node, script=script)}"
-    # $( ) stands for itself: the shell that starts srun asks Slurm for the job's first node.
+    # $( ) is literal: the shell that starts srun asks Slurm for the job's first node.
     meet = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500"'
     start = f"torchrun --nnodes {nodes} --nproc_per_node {ranks_per_node} --rdzv_backend c10d --rdzv_endpoint {meet}"
     return _joined(f"{once_a_node} {start} {script}", arguments)
 
 
 def _joined(start: str, arguments: tuple[object, ...]) -> str:
-    """``start`` and the arguments, quoted where a shell needs it."""
+    """Return ``start`` and the arguments, shell-quoted if necessary."""
     return f"{start} {shlex.join(str(argument) for argument in arguments)}".rstrip()

@@ -1,7 +1,7 @@
-"""How a command ends: one screen and an exit code for a user's mistake, a traceback for a fault of ours.
+"""Exit of a command: one screen of text and an exit code for a user's mistake, a traceback for a bug of ours.
 
-Over ranks the first failure of any rank ends all of them (``parallel/runtime/watch/``), and its message is the one that
-the user reads.
+With several ranks the first failure of any rank ends all of them (``parallel/runtime/watch/``), and its message is the
+one that the user reads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log.addHandler(logging.NullHandler())
 DONE, FAILED, WRONG_USAGE, NOT_IN_STORE, STOPPED, INTERRUPTED = 0, 1, 2, 74, 75, 130
 """By sysexits.h: STOPPED is a temporary failure (the run was asked to stop, has saved, and can go on), NOT_IN_STORE one
 of input and output (the run is done, and its last checkpoint is here and not in its store)."""
-# What gloo, NCCL and the store by which ranks met say when another rank has ended.
+# Messages of gloo, NCCL and the rendezvous store when another rank has ended.
 _LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out"),
     *("remote process exited", "ncclRemoteError", "failed to recv"),
@@ -56,12 +56,12 @@ _GO_ON = "Interrupted. Go on from the newest checkpoint with --run.resume latest
 
 
 def is_for_console(record: logging.LogRecord) -> bool:
-    """Whether a console shows this record: what ends a run is written to standard error, once for all ranks."""
+    """Return whether a console shows this record; final error messages go to standard error, once for all ranks."""
     return record.name not in (__name__, watch_log.name)
 
 
 def end_orphaned(launcher: Launcher | str) -> None:
-    """End the process because its launcher is gone: what a script does that has nothing to save."""
+    """End the process because its launcher is gone. For scripts that have no state to save."""
     end_for(f"ClusterError: {launcher} is gone, so rank {_rank()} ended too.")
 
 
@@ -71,9 +71,9 @@ def run_script(
     interrupted: str = _GO_ON,
     when_orphaned: Callable[[Launcher | str], None] = end_orphaned,
 ) -> NoReturn:
-    """Run ``action`` and end this process with its exit code: what every script that runs over ranks does.
+    """Run ``action`` and end this process with its exit code. Every script that runs over ranks calls this.
 
-    ``when_orphaned`` is called in a thread once the launcher, or what runs that, is gone.
+    ``when_orphaned`` is called in a thread once the launcher, or the launcher's parent, is gone.
     """
     if was_orphaned(FIRST_PARENT):
         when_orphaned("what started this rank")
@@ -85,7 +85,7 @@ def run_script(
         stop_watch()
         if not any(thread.name.startswith(BACKGROUND) for thread in threading.enumerate()):
             sys.exit(DONE)
-    # Not sys.exit: leaving the process group, and a GPU that computes, may wait for ever for other ranks.
+    # Not sys.exit: leaving the process group, or a busy GPU, may wait forever for other ranks.
     member = watching()
     if member is not None:
         member.end(code)
@@ -93,18 +93,18 @@ def run_script(
 
 
 def end_stopped(text: str) -> int:
-    """Say on rank 0 where a run has stopped, as it was asked to; returns the exit code. Ranks have left one another."""
+    """Report a requested stop on rank 0 and return the exit code. The ranks have already disconnected."""
     if _rank() == 0:
         _report(text)
     return STOPPED
 
 
 def run_to_exit_code(action: Callable[[], int | None], *, interrupted: str = _GO_ON) -> int:
-    """Run ``action`` and return the exit code: its own, if it returns one. When it raises, report why.
+    """Run ``action`` and return the exit code: its own if it returns one. If it raises, report the error.
 
-    Errors in what the user gave are raised on every rank alike, so rank 0 alone reports them. ``interrupted`` is
-    printed after Ctrl-C. Where several ranks run, the failure of this one ends all of them, and that of another one is
-    what this one ends with.
+    Errors in the user's input are raised on every rank, so only rank 0 reports them. ``interrupted`` is printed after
+    Ctrl-C. With several ranks a failure of this one ends all of them, and this one ends with the code of the first
+    failure.
     """
     say_when_interrupted(interrupted)
     try:
@@ -116,7 +116,7 @@ def run_to_exit_code(action: Callable[[], int | None], *, interrupted: str = _GO
                 member.take_over()
             return _end(_failure_of(error, interrupted))
     except KeyboardInterrupt:
-        # It came while an error was told: the user's, or the watch's, which knows of another rank's failure.
+        # Raised while an error was reported: by the user, or by the watch because another rank failed.
         member = watching()
         if member is None or member.line.first is None:
             return INTERRUPTED
@@ -124,7 +124,7 @@ def run_to_exit_code(action: Callable[[], int | None], *, interrupted: str = _GO
 
 
 def _failure_of(error: BaseException, interrupted: str) -> Failure:
-    """What a user reads of an error, the exit code, and whether all ranks are about to end alike."""
+    """Return the failure for an error: message, exit code, and whether every rank is about to end with the same one."""
     if isinstance(error, LongCtxError):
         code = FAILED
         if isinstance(error, ConfigError):
@@ -138,15 +138,15 @@ def _failure_of(error: BaseException, interrupted: str) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         # Every rank gets the signal; one message is enough.
         return _failure(INTERRUPTED, interrupted, alike=True)
-    # This rank alone may have met it, so it cannot leave the report to rank 0.
+    # Possibly an error of this rank alone, so it cannot leave the report to rank 0.
     return _failure(FAILED, _explain(error), alike=False, follows=_is_lost_peer(error))
 
 
 def _failure(code: int, text: str, *, alike: bool, follows: bool = False) -> Failure:
-    """A failure of this rank, or that of another rank which it ``follows`` from, once that is heard of."""
+    """Return a failure of this rank, or the other rank's failure that it ``follows`` from, if received in time."""
     member = watching()
     if follows and member is not None:
-        # Gone is gone within milliseconds; only who went first takes a while to be told.
+        # A lost connection shows within milliseconds, but news of the rank that failed first takes longer.
         first = member.line.wait(_HEARD_SECONDS)
         if first is not None:
             return first
@@ -154,7 +154,7 @@ def _failure(code: int, text: str, *, alike: bool, follows: bool = False) -> Fai
 
 
 def _end(failure: Failure) -> int:
-    """Tell the other ranks, then the user; returns the exit code."""
+    """Report a failure to the other ranks, then to the user; return the exit code."""
     member = watching()
     if failure.code == DONE:
         return DONE
@@ -170,17 +170,17 @@ def _end(failure: Failure) -> int:
     if first.rank == _rank() or (first.alike and failure.alike):
         _report_together(member, failure)
     elif first.alike and _rank() == 0:
-        # Another rank met what all were to meet, and this one something else in the place of it.
+        # Another rank met an error that all ranks should meet, and this rank met a different one instead.
         _report_together(member, first)
     return first.code
 
 
 def _report_together(member: Member, failure: Failure) -> None:
-    """Report where this rank is the one to do so; else wait until rank 0 has."""
+    """Report the failure if this is the reporting rank; otherwise wait until rank 0 has reported it."""
     if not failure.alike:
         _report(failure.text)
     elif _rank() == 0 and not member.may_report():
-        # The watch has: this rank was late.
+        # The watch has reported already: this rank was late.
         _log(failure.text)
     elif _rank() == 0:
         _report(text_of(failure, _rank()))
@@ -200,12 +200,12 @@ def _code_of(ending: SystemExit) -> int:
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:
-    """Whether this is what gloo or NCCL says when another rank has ended."""
+    """Return whether this is an error that gloo or NCCL raises when another rank has ended."""
     return error is not None and any(sign in str(error) for sign in _LOST_PEER)
 
 
 def _explain(error: BaseException) -> str:
-    """The report of an error that one rank met by itself."""
+    """Return the report of an error that may be this rank's alone."""
     who = f"rank {_rank()}"
     # Not the cause: the rank that ended first has the cause in its own report.
     if _is_lost_peer(error):
@@ -225,12 +225,12 @@ def _explain(error: BaseException) -> str:
 
 
 def _rank() -> int:
-    """The rank as torchrun and deepspeed give it: there may be no process group any more, or not yet."""
+    """Return the rank from torchrun's or deepspeed's environment: the process group may not exist yet, or any more."""
     return environment_rank()[0]
 
 
 def _report(text: str) -> None:
-    """Write to standard error and to the log; nothing where ``text`` is empty."""
+    """Write ``text`` to standard error and to the log, unless it is empty."""
     if text:
         say(text)
         _log(text)

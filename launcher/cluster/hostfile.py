@@ -1,4 +1,4 @@
-"""The hostfile of a run: found, read strictly, and compared with the ranks that really started.
+"""Hostfile of a run: found, read strictly, and compared with the ranks that were actually started.
 
 The deepspeed launcher warns about a missing hostfile and then runs on one machine. It also accepts host names that a
 shell or ssh would read as options. Both are errors here.
@@ -17,7 +17,7 @@ from longctx.untrusted.reading import read_bounded, shown
 
 # No leading dash: ssh would read such a host as an option.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
-# What Python's readers take for the end of a line and deepspeed's does not, and what a terminal would act on.
+# Line ends for Python but not for deepspeed, and control characters of a terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029]")
 _MARK = "\ufeff"
 _MOST_BYTES = 4 * 2**20
@@ -29,10 +29,10 @@ _MOST_SLOTS = 4096
 
 
 def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None = None) -> None:
-    """Raise unless ``run.hostfile`` is readable and has as many slots as there are ranks.
+    """Raise ClusterError unless ``run.hostfile`` is readable and its slots equal the number of ranks.
 
-    ``setting`` is a path, "launcher" for the --hostfile of the deepspeed command that started this process (nothing
-    is checked when there was none), or "none". ``command`` is that command line, by default found among the parent
+    ``setting`` is a path, "launcher" for the --hostfile of the deepspeed command that started this process (without
+    one, the check is skipped), or "none". ``command`` is that command line, by default found among the parent
     processes.
     """
     if setting == "none":
@@ -59,7 +59,7 @@ def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None 
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Slots of each host; ClusterError names the line that is not ``HOST slots=N``."""
+    """Return the slots of each host. Raise ClusterError with the line number if a line is not ``HOST slots=N``."""
     try:
         text = read_bounded(path, _MOST_BYTES).decode()
     except FileNotFoundError as error:
@@ -94,7 +94,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def check_host_name(host: str) -> None:
-    """ClusterError unless ``host`` is a name that a hostfile may have, which no shell and no ssh reads otherwise."""
+    """Raise ClusterError unless ``host`` is a valid host name that a shell and ssh read literally."""
     if not _HOST.fullmatch(host):
         raise ClusterError(
             f"{host!r} is not the name of a host: letters, digits, dots and dashes, which starts with no dash."
@@ -102,7 +102,7 @@ def check_host_name(host: str) -> None:
 
 
 def launcher_command() -> list[str]:
-    """Command line of the deepspeed launcher among this process's ancestors; empty when there is none."""
+    """Return the command line of the deepspeed launcher among this process's ancestors; empty if there is none."""
     try:
         for parent in psutil.Process().parents():
             command = parent.cmdline()
@@ -110,22 +110,22 @@ def launcher_command() -> list[str]:
             if any(Path(a).name in ("deepspeed", "ds") or a == "deepspeed.launcher.runner" for a in command[:4]):
                 return _own_arguments(command)
     except psutil.Error:
-        # A parent that has ended, or that we may not look at, is no launcher of ours.
+        # A parent that has ended, or that we may not inspect, is not our launcher.
         pass
     return []
 
 
 def _own_arguments(command: list[str]) -> list[str]:
-    """The launcher's own arguments: everything before the script it starts."""
+    """Return the launcher's own arguments: everything before the script it starts."""
     for index, argument in enumerate(command):
-        # The script is the first .py file that is no flag's value; the program itself stands at 0 or 1.
+        # The script is the first .py file that is not a flag's value; the program itself is at index 0 or 1.
         if argument.endswith(".py") and index > 1 and not command[index - 1].startswith("-"):
             return command[:index]
     return command
 
 
 def flag_value(command: Sequence[str], names: tuple[str, ...]) -> str | None:
-    """The value of a flag of one of these names, after a space or a ``=``."""
+    """Return the value of a flag with one of these names, after a space or a ``=``."""
     for index, argument in enumerate(command):
         flag, _, value = argument.partition("=")
         if flag not in names:
@@ -139,7 +139,7 @@ def flag_value(command: Sequence[str], names: tuple[str, ...]) -> str | None:
 
 
 def _parse_line(fields: list[str], where: str) -> tuple[str, int]:
-    """Host and slots of a line; ClusterError says ``where`` it is wrong."""
+    """Return host and slots of a line. If it is malformed, raise ClusterError with its place ``where``."""
     match = None
     if len(fields) == 2 and _HOST.fullmatch(fields[0]):
         match = re.fullmatch(r"slots=([0-9]{1,6})", fields[1])

@@ -1,10 +1,10 @@
-"""What ``deepspeed`` would hand to a shell on other machines, checked before it is started.
+"""Check of the command line that ``deepspeed`` passes to shells on other machines, before it is started.
 
-Over several hosts ``deepspeed`` joins the whole line by spaces and gives it to ``pdsh``, and that to a shell of every
-host: the working directory, the variables it exports, the script and its arguments, none of them quoted (0.19.8,
-``multinode_runner.py``; an argument with a space stands in double quotes, in which ``$(…)`` still runs). On one machine
-it starts ranks without a shell. So what a shell would not read as it stands is refused here, and what cannot be refused
-here, because it is read from a file, is read strictly.
+Over several hosts ``deepspeed`` joins the full line with spaces and gives it to ``pdsh``, which gives it to a shell on
+every host: the working directory, the exported variables, the script and its arguments, all unquoted (0.19.8,
+``multinode_runner.py``; an argument with a space is put in double quotes, in which ``$(…)`` still runs). On one machine
+it starts ranks without a shell. Text that a shell would not read literally is therefore refused here, and input that
+comes from a file instead is read strictly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launcher.cluster.hostfile import DEFAULT_HOSTFILE, check_host_name, read_ho
 from longctx.errors import ConfigError
 from longctx.untrusted.reading import read_bounded, shown
 
-# Neither a tilde nor a brace, which are the shell's in some places, nor "%", which is pdsh's.
+# No tilde or brace, which a shell may expand, and no "%", which pdsh expands.
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
 _PLAIN_WORDS = re.compile(r"[A-Za-z0-9_@+=:,./ -]+")
 _REFERENCE = r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
@@ -44,13 +44,13 @@ _CHECKED = {
 
 
 def check_deepspeed_line(starter: Sequence[str], arguments: Sequence[str]) -> None:
-    """Check a line that starts with ``deepspeed``: its hosts, its environment files, and what a shell would read.
+    """Check a line that starts with ``deepspeed``: its hosts, its environment files, and text that a shell would read.
 
-    ``starter`` is everything up to the script, with it; ``arguments`` are what the script takes. Other starters are
-    left alone: torchrun and srun start ranks without a shell.
+    ``starter`` is everything up to and including the script; ``arguments`` are the script's. Other starters are not
+    checked: torchrun and srun start ranks without a shell.
 
-    ClusterError for a hostfile that cannot be used; ConfigError for what a shell of another machine would not read as
-    it stands. Nothing has been started then.
+    Raise ClusterError for an unusable hostfile, and ConfigError for text that a shell on another machine would not read
+    literally. No process is started before this check.
     """
     if not any(Path(word).name in ("deepspeed", "ds") or word == "deepspeed.launcher.runner" for word in starter):
         return
@@ -73,7 +73,7 @@ def check_deepspeed_line(starter: Sequence[str], arguments: Sequence[str]) -> No
     _check_plain(str(Path.cwd()), "the working directory", "Start from a folder without them.", _PLAIN)
     _check_plain(starter[-1], "the script", "Give its path without them.", _PLAIN)
     for word in arguments:
-        # deepspeed puts one with a space into double quotes.
+        # deepspeed puts an argument with a space into double quotes.
         advice = "Put the value into the file of --config, which no shell reads."
         _check_plain(word, "the argument", advice, _PLAIN_WORDS)
 
@@ -90,7 +90,7 @@ def environment_files(environment: Mapping[str, str] = os.environ) -> list[Path]
 
 
 def check_environment_file(path: Path) -> None:
-    """Raise ConfigError unless each line of a file is ``KEY=VALUE`` with a value in which a shell runs nothing."""
+    """Raise ConfigError unless each line of a file is ``KEY=VALUE`` with a value in which a shell runs no command."""
     try:
         text = read_bounded(path, _MOST_BYTES).decode()
     except (OSError, ValueError) as error:
@@ -100,7 +100,7 @@ def check_environment_file(path: Path) -> None:
 
 
 def check_assignment(line: str, where: str) -> None:
-    """Raise ConfigError unless a line is ``KEY=VALUE`` with a value in which a shell runs nothing."""
+    """Raise ConfigError unless a line is ``KEY=VALUE`` with a value in which a shell runs no command."""
     name, equals, value = line.strip().partition("=")
     if not equals or not _NAME.fullmatch(name):
         raise ConfigError(
@@ -116,9 +116,9 @@ def check_assignment(line: str, where: str) -> None:
 
 
 def _options(starter: Sequence[str]) -> dict[str, str]:
-    """Options of the starter that are checked, with their values: after a space, after a ``=``, or ``-Hvalue``.
+    """Return the checked options of the starter with their values: after a space, after a ``=``, or ``-Hvalue``.
 
-    deepspeed takes the beginning of a name for the name, as Python's argparse does.
+    As in Python's argparse, a prefix of an option's name stands for the name.
     """
     found: dict[str, str] = {}
     for word, behind in zip(starter, [*starter[1:], ""], strict=True):

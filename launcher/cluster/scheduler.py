@@ -20,17 +20,17 @@ def check_tasks(
     *,
     script: str = SCRIPT,
 ) -> None:
-    """ClusterError, with the line that works, in one of several tasks of srun or mpirun without a RANK.
+    """Raise ClusterError, with a working command, in one of several srun or mpirun tasks without a RANK.
 
     ``hostfile`` is ``run.hostfile``: "none" lets each task be a run of its own. ``arguments`` are those of the script.
     """
     if "RANK" in environment:
-        # torchrun, started by mpirun: DeepSpeed would compare the number of torchrun's task with that of this rank.
+        # torchrun, started by mpirun: DeepSpeed would compare the index of torchrun's task with this rank.
         environment.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
         return
     if hostfile == "none":
         return
-    # A step's own number comes first: SLURM_NTASKS is that of the whole job.
+    # A step's own number comes first: SLURM_NTASKS is that of the full job.
     tasks = _first_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if tasks > 1:
         nodes = max(1, _first_number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
@@ -47,8 +47,8 @@ def check_tasks(
 def _refusal(
     starter: str, tasks: int, task: str, line: str, environment: MutableMapping[str, str], script: str
 ) -> ClusterError:
-    """The error of one task; tasks other than the first leave the report to it."""
-    # All that reads RANK after this is the report of this error.
+    """Return the error of one task; tasks other than the first leave the report to it."""
+    # After this, RANK is only read to report this error.
     environment["RANK"] = task
     alone = "train alone, on the same data and"
     if script != SCRIPT:
@@ -61,7 +61,7 @@ def _refusal(
 
 
 def _first_number(environment: MutableMapping[str, str], *names: str) -> int:
-    """The value of the first of these variables that is set to a whole number; else 0."""
+    """Return the value of the first of these variables that is set to a non-negative integer; 0 if none is."""
     for name in names:
         value = environment.get(name, "")
         if value.isdigit():

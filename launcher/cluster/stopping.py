@@ -1,7 +1,7 @@
-"""``Stop``: what asks a run to end before its last step, and what ends it where nobody can save any more.
+"""``Stop``: a request to end a run before its last step; it ends the process if a save is no longer possible.
 
-A signal, a limit of time, or a launcher that is gone only leaves word here. The run looks after each step, on all ranks
-together (``launcher/training/stopping.py``).
+A signal, a time limit or a lost launcher only records the request here. The run checks for it after each step, on all
+ranks together (``launcher/training/stopping.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAUNCHER: Kind = "launcher"
 
 
 class Signalled(KeyboardInterrupt):
-    """A signal before the first step: it ends what is under way as Ctrl-C does."""
+    """Signal received before the first step: it ends the current work as Ctrl-C does."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -39,7 +39,7 @@ class Signalled(KeyboardInterrupt):
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why a run is to stop."""
+    """Reason for stopping a run."""
 
     kind: Kind
     what: str
@@ -51,20 +51,20 @@ class Reason:
 
     @classmethod
     def here(cls, kind: Kind, what: str) -> Reason:
-        """One of this rank, now."""
+        """Build a reason of this rank at the current time."""
         return cls(kind=kind, what=what, rank=_rank(), host=socket.gethostname(), time=time.time())
 
     def words(self) -> str:
-        """One line: what asked, where, and when."""
+        """Return one line with the cause, the rank and host, and the time."""
         when = datetime.fromtimestamp(self.time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
         return f"The reason: {self.what}, heard by rank {self.rank} on {self.host} at {when}."
 
 
 class Stop:
-    """Whether this process has been asked to stop, and why."""
+    """Request for this process to stop, with its reason."""
 
     def __init__(self) -> None:
-        # A process looks after its launcher before it knows its settings, which set the two.
+        # Defaults: a process watches its launcher before it has read its settings, which set both values.
         self.max_seconds = 0.0
         """Of the process since its start; 0 for no limit."""
         self.orphan_seconds = 10.0
@@ -82,14 +82,14 @@ class Stop:
 
     @property
     def reserve_seconds(self) -> float:
-        """What is left aside of a limit of time: it is looked at once a step."""
+        """Seconds to reserve before a time limit: one step and one save, because the limit is checked once per step."""
         return self.step_seconds + self.save_seconds
 
     def listen(self) -> None:
-        """Hear signals from now on. The main thread calls this, once ranks are watched over.
+        """Install the signal handlers. The main thread calls this after the watch over the ranks has started.
 
-        Before the first step they end what is under way; from ``begin_steps`` on they ask for a stop. Those that the
-        process was started without (by nohup, or by a shell's &) stay off.
+        Before the first step a signal ends the current work; from ``begin_steps`` on it requests a stop. Signals that
+        the process was started without (by nohup, or by a shell's &) stay ignored.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -99,28 +99,28 @@ class Stop:
                 signal.signal(number, self._hear)
 
     def begin_steps(self) -> None:
-        """From here on there is something to save."""
+        """Record that there is now state to save."""
         self._steps_have_begun = True
         if (member := watching()) is not None:
             member.signals.deferred = True
 
     def ask(self, reason: Reason) -> None:
-        """Ask for a stop; the first reason stays."""
+        """Request a stop; the first reason is kept."""
         if self.reason is None:
             self.reason = reason
 
     def is_asked(self) -> bool:
-        """Whether this rank wants to stop."""
+        """Return whether this rank wants to stop."""
         if self.max_seconds and time.time() - self._began + self.reserve_seconds > self.max_seconds:
             self.ask(Reason.here("max_seconds", f"run.max_seconds={self.max_seconds:g} is nearly over"))
         return self.reason is not None
 
     def agree(self) -> None:
-        """All ranks have agreed on the stop: what they do now is waited for."""
+        """Record that all ranks have agreed to stop: a lost launcher then waits for the save."""
         self._agreed.set()
 
     def lose_launcher(self, launcher: Launcher | str) -> None:
-        """Ask for a stop because a launcher is gone; end the process where none is possible in time. In a thread."""
+        """Request a stop because a launcher is gone; end the process if it cannot stop in time. Runs in a thread."""
         lost = f"{launcher} is gone"
         self.ask(Reason.here(LAUNCHER, lost))
         how = "before the first step: there was nothing to save"
@@ -137,7 +137,7 @@ class Stop:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         asked, member = signal.Signals(number), watching()
         if member is not None and member.is_ending:
-            # The launcher ends the ranks that are left. Of SIGINT the watch makes use, to stop this thread.
+            # The launcher ends the remaining ranks. The watch uses SIGINT to stop this thread.
             if asked == signal.SIGINT:
                 raise KeyboardInterrupt
             return
@@ -147,12 +147,12 @@ class Stop:
             raise Signalled(asked)
         if asked == signal.SIGINT:
             self._interrupts += 1
-            # Where ranks are watched over the watch has heard it too, whatever this thread was in.
+            # If ranks are watched, the watch has received it too, regardless of this thread's state.
             if self._interrupts > 1:
                 end_process(INTERRUPTED)
         gone = None
         if asked == signal.SIGTERM:
-            # A supervisor sends it to ranks that have lost their launcher, and may be first to see that.
+            # A supervisor sends it to ranks that have lost their launcher, and may notice the loss first.
             gone = next((launcher for launcher in self._launchers if launcher.is_gone()), None)
         if gone is not None:
             self.ask(Reason.here(LAUNCHER, f"{gone} is gone"))
@@ -161,13 +161,13 @@ class Stop:
 
 
 def end_for(text: str, code: int = FAILED) -> None:
-    """End this process, and all ranks, from a thread: the main one may be in a call that never returns."""
+    """End this process and all ranks from a thread: the main thread may be in a call that never returns."""
     member = watching()
     if member is None:
         say(text)
         end_process(code)
     member.end_for(Failure(rank=_rank(), code=code, text=text))
-    # The watch ends this process; it does not where the connection to the hub is lost as well.
+    # The watch ends this process, unless the connection to the hub is lost as well.
     time.sleep(4.0)
     end_process(code)
 

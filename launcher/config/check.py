@@ -23,7 +23,7 @@ from parallel.schedule.heads import check_heads
 
 
 def check_run(config: RunConfig, world_size: int) -> None:
-    """ConfigError for the first rule between fields, or between fields and world, that does not hold."""
+    """Raise ConfigError for the first broken rule between fields, or between fields and the world size."""
     _check_finite(config)
     config = with_context(config, world_size)
     # Degrees first: the messages of the later rules divide by them.
@@ -57,7 +57,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
 
 
 def _check_finite(config: RunConfig) -> None:
-    """No number is infinite or NaN, which TOML can spell: no comparison stops it, and no checkpoint could name it."""
+    """Raise ConfigError for an infinite or NaN number: TOML has it, comparisons miss it, no checkpoint records it."""
     for section in dataclasses.fields(config):
         for key, value in dataclasses.asdict(getattr(config, section.name)).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -86,14 +86,14 @@ _EXPERT_OPTIONS = (
 
 
 def _check_routing(config: RunConfig) -> None:
-    """A model without experts has no option of experts, and routing files are not read where they are written."""
+    """Raise ConfigError for expert options without experts, or routing files that are both read and written."""
     if not config.model.num_experts:
         _refuse_expert_options(config)
     folders = {key: getattr(config.train, key) for key in ("record_routing", "replay_routing")}
     for key, folder in folders.items():
         if not folder.strip():
             raise ConfigError(f"train.{key}={folder!r} must name a folder. Try {key}=no for none.")
-    # Resolved: two spellings of a folder are one folder.
+    # Resolve paths, so that two spellings of one folder are equal.
     given = [Path(folder).resolve() for folder in folders.values() if folder != "no"]
     if len(given) != len(set(given)):
         raise ConfigError(
@@ -106,7 +106,7 @@ def _refuse_expert_options(config: RunConfig) -> None:
     defaults = RunConfig(model=ModelSection())
     for name in _EXPERT_OPTIONS:
         value, default = config.value(name), defaults.value(name)
-        # 0 is what "auto" comes to: a dense run's own config.toml may say so.
+        # "auto" resolves to 0, so a dense run's own config.toml may contain it.
         if name == "parallel.expert_tile_tokens" and not value:
             continue
         if value != default:
@@ -120,13 +120,13 @@ _STORES = "Try s3://BUCKET/RUN or gs://BUCKET/RUN."
 
 
 def store_place(address: str, key: str = "checkpoint.store") -> ObjectPath:
-    """The folder of a store that ``address``, the value of ``key``, names; ConfigError where it names none."""
+    """Return the store folder at ``address``, the value of ``key``. Raise ConfigError if it is not one."""
     if not is_url(address):
         raise ConfigError(f"{key}={address!r} is no URL of a store. {_STORES}")
     try:
         place = locate(address)
     except DataError as error:
-        # What may be a secret in it is not shown.
+        # The address may contain a secret, which is not shown.
         raise ConfigError(f"{key}: {error}") from None
     if not isinstance(place, ObjectPath):
         raise ConfigError(f"{key}={address} is a folder of this machine, which no store is. {_STORES}")
@@ -136,7 +136,7 @@ def store_place(address: str, key: str = "checkpoint.store") -> ObjectPath:
 
 
 def _number(value: int | Literal["auto"], least: int) -> int:
-    """A number; the least of its range if it is left open."""
+    """Return the number, or the least of its range if it is "auto"."""
     if value == "auto":
         return least
     return value
@@ -193,14 +193,14 @@ def _check_ranges(config: RunConfig) -> None:
             raise ConfigError(f"{name}={value} must be a positive number.")
     for name in ("beta1", "beta2", "momentum", "final_lr_ratio", "label_smoothing"):
         value = getattr(config.train, name)
-        # Adam divides by 1 − beta^step, and smoothing of 1 leaves nothing of the target.
+        # Adam divides by 1 − beta^step, and smoothing of 1 removes the target.
         if not 0 <= value <= 1 or (name != "final_lr_ratio" and value == 1):
             raise ConfigError(f"train.{name}={value} must lie between 0 and 1.")
     _check_schedule(config.train)
 
 
 def _check_schedule(train: TrainSection) -> None:
-    """ConfigError for a schedule without what it begins with, or with what it does not read."""
+    """Raise ConfigError for a schedule without its starting point, or with options that it does not read."""
     if train.schedule != "inverse_sqrt":
         return
     if not train.warmup_steps:
@@ -216,7 +216,7 @@ def _check_schedule(train: TrainSection) -> None:
 
 
 def _check_retention(config: RunConfig) -> None:
-    """ConfigError for checkpoints to keep that would stay anyway, or that never come to be."""
+    """Raise ConfigError for retention rules without effect, or for checkpoints that are never saved."""
     checkpoint, validation = config.checkpoint, config.validation
     for key in ("keep_every", "keep_best"):
         value = getattr(checkpoint, key)
@@ -241,7 +241,7 @@ def _check_retention(config: RunConfig) -> None:
             f"checkpoint.keep_best={checkpoint.keep_best} goes by the held-out loss, and validation.rows=0 never "
             "validates. Try validation.rows=16."
         )
-    # Both come at the last step; what is saved before it should be judged too.
+    # Both happen at the last step; earlier checkpoints need a validation too.
     if steps and (not validation.every_steps or steps % validation.every_steps):
         raise ConfigError(
             f"checkpoint.keep_best={checkpoint.keep_best} goes by the held-out loss of the weights that are saved, and "
@@ -251,15 +251,15 @@ def _check_retention(config: RunConfig) -> None:
 
 
 def _check_step(config: RunConfig, world_size: int) -> None:
-    """tokens_per_step must be whole micro-batches on every data rank."""
-    # Those of tokens_per_rank may differ by a row; ``with_context`` looks at what they need.
+    """Raise ConfigError unless tokens_per_step is a multiple of one micro-batch on every data rank."""
+    # Micro-batches of tokens_per_rank may differ by a row; ``with_context`` checks their rule.
     if config.parallel.tokens_per_rank:
         return
     data_degree = world_size // config.parallel.context
     unit = config.data.seq_len * config.train.micro_batch_rows * data_degree
     tokens = config.train.tokens_per_step
     if tokens < unit or tokens % unit:
-        # Fewer tokens than one micro-batch a rank have no multiple below them.
+        # With fewer tokens than one micro-batch per rank there is no multiple below.
         below = tokens // unit * unit
         nearest = " or ".join(str(n) for n in (below, below + unit) if n)
         raise ConfigError(

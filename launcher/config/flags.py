@@ -1,4 +1,4 @@
-"""The flags of a run's command line that are read before all settings are."""
+"""Flags of a run's command line that are read before the settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from longctx.untrusted.terminal import for_terminal
 
 
 def without_local_rank(argv: Sequence[str]) -> list[str]:
-    """The arguments without --local_rank, which the deepspeed launcher adds: each rank finds its device by itself."""
+    """Return the arguments without --local_rank, which the deepspeed launcher adds: each rank finds its own device."""
     return [argument for argument in argv if not argument.startswith("--local_rank")]
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
-    """The arguments without ``name VALUE`` or ``name=VALUE``, and the value; dashes stand for underscores."""
+    """Return the arguments without ``name VALUE`` or ``name=VALUE``, and the value; dashes stand for underscores."""
     rest, value, at = [], None, 0
     while at < len(argv):
         if not argv[at].startswith("--") or key_of_flag(argv[at]) != key_of_flag(name):
@@ -33,12 +33,12 @@ def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
 
 
 def key_of_flag(argument: str) -> str:
-    """The key that a flag gives; dashes stand for underscores."""
+    """Return the key of a flag; dashes stand for underscores."""
     return argument.removeprefix("--").split("=", 1)[0].replace("-", "_")
 
 
 def help_topic(argv: list[str]) -> str | None:
-    """What ``--help`` asks about: a section or a key, empty for all of them; None where nobody asks."""
+    """Return the section or key that ``--help`` names: empty for all of them, None without ``--help``."""
     for at, argument in enumerate(argv):
         if argument in ("-h", "--help"):
             following = argv[at + 1 : at + 2]
@@ -51,12 +51,12 @@ def help_topic(argv: list[str]) -> str | None:
 
 
 def end_with(text: str, *, quiet: bool) -> NoReturn:
-    """Print a result, on rank 0 alone, and end well."""
+    """Print a result, unless ``quiet`` on ranks other than 0, and exit successfully."""
     if not quiet:
         try:
             sys.stdout.write(for_terminal(f"{text}\n", sys.stdout))
             sys.stdout.flush()
         except BrokenPipeError:
-            # `--help | head`: Python would fail once more when it closes the stream at its end.
+            # `--help | head`: Python would fail again when it closes the stream at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(0)

@@ -1,4 +1,4 @@
-"""The help of a run's settings: every key with its choices, its default and what it means, or those of one section."""
+"""Help of a run's settings: choices, default and meaning of every key, or of one section's keys."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _Key(NamedTuple):
 
 
 def help_text(config: RunConfig, topic: str = "") -> str:
-    """The help of all keys, or of those that ``topic``, a section or a key, names; ConfigError where it names none.
+    """Return the help of all keys, or of the section or key ``topic``. Raise ConfigError if it does not exist.
 
     Defaults are the values of ``config``.
     """
@@ -99,7 +99,7 @@ def help_text(config: RunConfig, topic: str = "") -> str:
             f"The sections are {sections}."
         )
     if not topic:
-        # The end of a long text is what a terminal shows: there stands where to go on.
+        # A terminal shows the end of a long text, so the pointers to more help are there.
         parts = [_OPENING, *parts, _list_recipes(), _FLAGS]
     parts.append(_block("examples:", [f"  {line}" for line in _EXAMPLES[topic.partition(".")[0]]]))
     return "\n\n".join(parts)
@@ -122,7 +122,7 @@ def _paragraph(key: _Key) -> str:
 
 
 def _keys(section: Any, prefix: str) -> Iterator[_Key]:
-    """Yield the keys of a section, those of a table within it too."""
+    """Yield the keys of a section, including those of its nested tables."""
     types, meanings = get_type_hints(type(section)), _meanings(type(section))
     for f in dataclasses.fields(section):
         name, value = f"{prefix}.{f.name}", getattr(section, f.name)
@@ -133,7 +133,7 @@ def _keys(section: Any, prefix: str) -> Iterator[_Key]:
 
 
 def _values(name: str, kind: Any) -> str:
-    """What a key takes: its choices, or its type; the entries' where it is a list."""
+    """Return the accepted values of a key: its choices or its type; for a list, those of its entries."""
     entries = ""
     if get_origin(kind) is tuple:
         kind, entries = get_args(kind)[0], " …"
@@ -144,14 +144,14 @@ def _values(name: str, kind: Any) -> str:
         choices = ("true", "false")
     if choices:
         return "{" + ",".join(str(choice) for choice in choices) + "}" + entries
-    # A number, or a word that leaves it to the machine.
+    # A number, or a word such as "auto".
     if get_args(kind):
         return "{" + ",".join(_values(name, part) for part in get_args(kind)).replace("{", "").replace("}", "") + "}"
     return {int: "INTEGER", float: "NUMBER", str: "TEXT"}[kind] + entries
 
 
 def _spelled(value: Any) -> str:
-    """A value as the command line takes it."""
+    """Return a value as spelled on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -163,7 +163,7 @@ def _spelled(value: Any) -> str:
 
 @cache
 def _meanings(section: type) -> dict[str, str]:
-    """What the docstring below each field of a dataclass says, on one line; those of its bases too."""
+    """Return the text below each field of a dataclass, on one line, including inherited fields."""
     found: dict[str, str] = {}
     for part in section.__mro__:
         if not dataclasses.is_dataclass(part):

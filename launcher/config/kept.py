@@ -1,4 +1,4 @@
-"""Rules of what layers keep for backward, where, and of layers by chunks; what train.chunk_tokens=auto chooses from."""
+"""Rules for activations kept for backward and for layers by chunks; the candidates of train.chunk_tokens=auto."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MORE_GROUPS = (1, 2, 4, 8, 16)
 
 
 def check_kept(config: RunConfig) -> None:
-    """What is kept for backward can be, and where it is kept makes a difference."""
+    """Raise ConfigError for settings of the kept activations, or their place, that are impossible or have no effect."""
     train = config.train
     if train.chunk_tokens == "auto":
         _check_either(config)
@@ -43,7 +43,7 @@ def check_kept(config: RunConfig) -> None:
 
 
 def _check_either(config: RunConfig) -> None:
-    """Whole rows or chunks go with the rest: a plan takes one of those that do."""
+    """Raise ConfigError if neither full rows nor chunks are allowed; a plan chooses among those that are."""
     try:
         check_kept(config.changed({"train.chunk_tokens": 0}))
     except ConfigError:
@@ -73,7 +73,7 @@ def _check_chunks(config: RunConfig) -> None:
     if model.is_latent:
         key_heads = model.num_heads
     ulysses = config.parallel.ulysses
-    # As many as the query heads: groups of one key head's queries read its keys one after the other.
+    # Up to the number of query heads: groups of one key head's queries read its keys one after the other.
     fits = [n for n in range(1, model.num_heads + 1) if model.num_heads % (n * ulysses) == 0]
     fits = [n for n in fits if key_heads % n == 0 or n % key_heads == 0]
     if is_read(model, "global_kv_heads") and model.global_kv_heads:
@@ -94,9 +94,10 @@ def _check_chunks(config: RunConfig) -> None:
 
 
 def chunk_choices(config: C) -> list[C]:
-    """What "auto" chooses from, the fastest and largest first: whole rows, then chunks, each with few groups of heads.
+    """Return the candidates of "auto", fastest and largest first: full rows, then chunks, each with rising head groups.
 
-    Of chunks as long as a rank's tokens none but the least. ConfigError where nothing goes with the other settings.
+    Chunks are shorter than a rank's tokens, except the smallest size. Raise ConfigError if no candidate fits the other
+    settings.
     """
     tokens = padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows) // config.parallel.context
     chunks = [n for n in _CHUNKS if n < tokens] or [LEAST_CHUNK]

@@ -1,4 +1,4 @@
-"""Load a run's config: defaults, then a TOML file, then flags; strict."""
+"""Load a run's config strictly: defaults, then a TOML file, then flags."""
 
 from __future__ import annotations
 
@@ -25,31 +25,30 @@ from longctx.files import read_toml
 
 
 def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
-    """The run's config from the command line; without ``--config`` the quickstart recipe is the file.
+    """Return the run's config from the command line; without ``--config`` the quickstart recipe is the file.
 
-    Fields of ``[model]`` are laid over the model of the checkpoint that the run starts from or resumes from, unless a
-    preset is named. A run that starts from a checkpoint has no file unless it names one.
+    Fields of ``[model]`` override the model of the checkpoint that the run starts from or resumes from, unless a preset
+    is named. A run that starts from a checkpoint has no default file.
 
-    ConfigError for a file that cannot be read or holds an unknown key or a value of the wrong type. An unknown flag,
-    ``--help`` and ``--print-config`` end the process through SystemExit; ``quiet`` keeps a rank from repeating what
-    rank 0 prints.
+    Raise ConfigError for an unreadable file, an unknown key or a value of the wrong type. An unknown flag, ``--help``
+    and ``--print-config`` end the process through SystemExit; ``quiet`` suppresses output on ranks other than 0.
     """
     argv = without_local_rank(argv)
     argv, path = take_flag(argv, "--config")
     argv, values = _file_and_early_flags(argv, path)
     flags = {key_of_flag(argument) for argument in argv if argument.startswith("--")}
-    # Before the parser, which would say no more than that it does not know them.
+    # Before the parser, which would only say that they are unknown.
     _refuse_absent(flags)
     topic = help_topic(argv)
     if topic is not None:
-        # Its imports take time, which no run has to pay. It is for those, too, who have no checkpoint yet.
+        # Imported here because it is slow. Help must also work before any checkpoint exists.
         from launcher.config.help import help_text
 
         end_with(help_text(from_values(values), topic), quiet=quiet)
     prints = "--print-config" in argv
     argv = [argument for argument in argv if argument != "--print-config"]
     named = _named_keys(values) | flags
-    # A flag like others, of which the model of a folder depends.
+    # Read early: the model of a Hugging Face folder depends on this flag.
     weight = take_flag(argv, "--train.mtp_weight")[1] or values.get("train", {}).get("mtp_weight", 0)
     base = find_base(values, trains_ahead=str(weight) not in ("0", "0.0"))
     config = settle_model(_with_flags(from_values(values, base), argv, quiet=quiet), base, named)
@@ -59,7 +58,7 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
 
 
 def _with_flags(defaults: RunConfig, argv: list[str], *, quiet: bool) -> RunConfig:
-    """The config with what the flags say; SystemExit, once it is printed, for what is wrong with them."""
+    """Return the config with the flags applied. For a bad flag, print the error and raise SystemExit."""
     with contextlib.ExitStack() as stack:
         if quiet:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
@@ -82,7 +81,7 @@ _EARLY_FLAGS = ("model.preset", "run.start_from", "run.resume", "run.output_dir"
 
 
 def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str], dict[str, Any]]:
-    """The arguments without the early flags, and the file's values with these flags' over them."""
+    """Return the arguments without the early flags, and the file's values overridden by these flags."""
     early: dict[str, str] = {}
     for key in _EARLY_FLAGS:
         argv, value = take_flag(argv, f"--{key}")
@@ -92,7 +91,7 @@ def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str],
         file = find_config(path)
         values = read_toml(file, f"--config {file}")
     elif early.get("run.start_from", "no") != "no":
-        # The quickstart's model and rates are those of a toy that is new.
+        # The quickstart's model and rates are for a new toy model.
         values = {}
     else:
         values = read_toml(QUICKSTART, str(QUICKSTART))
@@ -108,14 +107,14 @@ def _named_keys(values: dict[str, dict[str, Any]]) -> set[str]:
 
 
 def from_values(values: dict[str, Any], base: ModelConfig | None = None) -> RunConfig:
-    """A config from nested plain values, strictly: unknown keys and wrong types are errors with a dotted path.
+    """Build a config from nested plain values. Unknown keys and wrong types raise ConfigError with a dotted path.
 
-    Without a preset the model's fields are laid over ``base``, or over a plain decoder.
+    Without a preset the given model fields override those of ``base``, or of a plain decoder.
     """
     _check_keys(values)
     values = {**values, "model": lay_over(values.get("model", {}), base)}
     try:
-        # JSON's strict mode takes tables for dataclasses and whole numbers for floats, and nothing else for another.
+        # JSON's strict mode accepts tables as dataclasses and integers as floats, and no other conversion.
         return _adapter().validate_json(json.dumps(values, default=_refuse_date), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
@@ -125,17 +124,17 @@ def from_values(values: dict[str, Any], base: ModelConfig | None = None) -> RunC
 
 @cache
 def _adapter() -> TypeAdapter[RunConfig]:
-    # To build it takes longer than to validate with it.
+    # Building it takes longer than validating with it.
     return TypeAdapter(RunConfig)
 
 
 def _refuse_date(value: Any) -> None:
-    """Called for what TOML has and JSON has not."""
+    """Raise ConfigError for a value that TOML has and JSON lacks, which is a date or a time."""
     raise ConfigError(f"{value} is a date or a time, and no key takes one. Put text in quotes.")
 
 
 def _check_keys(values: dict[str, Any]) -> None:
-    """ConfigError, with the nearest known name, for a section or key that no dataclass has."""
+    """Raise ConfigError, with the nearest known name, for an unknown section or key."""
     if not all(isinstance(v, dict) for v in values.values()):
         loose = sorted(k for k, v in values.items() if not isinstance(v, dict))
         raise ConfigError(
@@ -178,7 +177,7 @@ def _refuse_absent(names: Collection[str]) -> None:
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:
-    """The keys of a section; those of a table within it with its name before them, and its name alone."""
+    """Return the keys of a section; for a nested table, its name and its keys prefixed with the name."""
     names = []
     for f in dataclasses.fields(section):
         names.append(prefix + f.name)
@@ -189,10 +188,10 @@ def _keys(section: Any, prefix: str = "") -> list[str]:
 
 
 def _dotted(entries: dict[str, Any], known: list[str]) -> list[str]:
-    """The keys that are given, those of a table within with its name before them."""
+    """Return the given keys; those of a nested table are prefixed with its name."""
     found = []
     for key, value in entries.items():
-        # A table where a plain value belongs stays one key: its type is refused later, by its name.
+        # A table in place of a plain value stays one key: its type is refused later with its name.
         if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in known):
             found += [f"{key}.{name}" for name in value]
         else:

@@ -1,4 +1,4 @@
-"""The ``[model]`` section: what its fields are laid over, what they may change, and what they must name."""
+"""The ``[model]`` section: the base model of its fields, the allowed changes, and the required keys."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAY_CHANGE = "A run that starts from it may change model.max_positions, model.wi
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether a folder holds a Hugging Face model, and not a checkpoint of ours."""
+    """Return whether a folder holds a Hugging Face model and not a checkpoint of ours."""
     return (folder / "config.json").is_file() and not (folder / MANIFEST).is_file()
 
 
 def lay_over(model: dict[str, Any], base: ModelConfig | None) -> dict[str, Any]:
-    """Every field of the section: the ones that are given, over those of the preset, of ``base`` or of ``PLAIN``."""
+    """Return every field of the section: the given ones over those of the preset, of ``base`` or of ``PLAIN``."""
     preset = model.get("preset", NO_PRESET)
     if not isinstance(preset, str) or preset not in (NO_PRESET, *PRESETS):
         raise ConfigError(f"model.preset={preset!r} is unknown. Try one of {sorted(PRESETS)}, or {NO_PRESET}.")
@@ -43,9 +43,9 @@ def lay_over(model: dict[str, Any], base: ModelConfig | None) -> dict[str, Any]:
 
 
 def _rope_under(under: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the model's own rope that stay, beside the ones that are given."""
+    """Return the keys of the base model's rope that remain under the given ones."""
     values = dataclasses.asdict(under.rope)
-    # What one kind stretches by means nothing to another: a new kind begins with its own defaults.
+    # The scaling keys of one kind do not apply to another: a new kind starts with its own defaults.
     if rope.get("kind", under.rope.kind) != under.rope.kind:
         values = {name: values[name] for name in _KEPT_BY_ANOTHER_KIND}
     return values
@@ -55,10 +55,11 @@ def _rope_under(under: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_base(values: dict[str, Any], *, trains_ahead: bool = False) -> ModelConfig | None:
-    """The model that the file's and the early flags' values take from a checkpoint; None without one.
+    """Return the model that the file's and the early flags' values take from a checkpoint; None without one.
 
-    If the run ``trains_ahead``, a folder's blocks for multi-token prediction are the model's own.
-    That is the checkpoint that a run resumes from, else the one that it starts from. ConfigError beside a preset.
+    It is the checkpoint that the run resumes from, or if there is none, the one it starts from. If the run
+    ``trains_ahead``, a Hugging Face folder's blocks for multi-token prediction are part of the model. Raise ConfigError
+    for a preset together with run.start_from.
     """
     run = values.get("run", {})
     preset = values.get("model", {}).get("preset", NO_PRESET)
@@ -83,7 +84,7 @@ def find_base(values: dict[str, Any], *, trains_ahead: bool = False) -> ModelCon
 
 
 def find_start(start_from: str) -> Path:
-    """The checkpoint that ``run.start_from`` names, of a run folder its newest, or a Hugging Face folder."""
+    """Return the checkpoint that ``run.start_from`` names: for a run folder its newest, or a Hugging Face folder."""
     folder = Path(start_from)
     if is_hf_folder(folder):
         return folder
@@ -97,11 +98,11 @@ def find_start(start_from: str) -> Path:
 
 
 def started_model(start_from: str, *, mtp: bool = False) -> ModelConfig:
-    """The model of ``run.start_from``; ``mtp`` is that of ``ModelConfig.from_hf``."""
+    """Return the model of ``run.start_from``; ``mtp`` is passed to ``ModelConfig.from_hf``."""
     folder = find_start(start_from)
     try:
         if is_hf_folder(folder):
-            # Seldom needed, and its imports take time.
+            # Imported here because it is slow and seldom needed.
             from longctx.conversion.weights.json_files import read_json
 
             return ModelConfig.from_hf(read_json(folder / "config.json"), mtp=mtp)
@@ -111,20 +112,20 @@ def started_model(start_from: str, *, mtp: bool = False) -> ModelConfig:
 
 
 def _goes_on(output_dir: Path, resume: str) -> bool:
-    """Whether a run is to take its model from a checkpoint of its own."""
+    """Return whether a run takes its model from a checkpoint of its own."""
     if resume == AUTO:
-        # A first start names its model. So does a later one whose checkpoints are in a store alone.
+        # A first start names its model. So does a later one if its checkpoints are only in a store.
         return bool(list_checkpoints(output_dir))
     return resume != "no"
 
 
 def _resumed_model(output_dir: Path, resume: str) -> ModelConfig | None:
-    """The model of the checkpoint that a run resumes from; None where there is none, which the start will say."""
+    """Return the model of the checkpoint that a run resumes from; None if there is none, which the start reports."""
     candidates = [Path(resume)]
     if resume in NEWEST:
         candidates = list_checkpoints(output_dir)[::-1]
     for folder in candidates:
-        # All checkpoints of a run are of one model, so a damaged newest one hides nothing.
+        # All checkpoints of a run have the same model, so a damaged newest one can be skipped.
         try:
             return model_config(CheckpointReader(folder))
         except (CheckpointError, ConfigError):
@@ -132,11 +133,11 @@ def _resumed_model(output_dir: Path, resume: str) -> ModelConfig | None:
     return None
 
 
-# ------------------------------------------------------------------------------------- what a starting run may change
+# ------------------------------------------------------------------------------------ allowed changes at a run's start
 
 
 def model_changes(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Every field in which the run's model differs from the checkpoint's: name -> (theirs, ours)."""
+    """Return every field in which the run's model differs from the checkpoint's: name -> (theirs, ours)."""
     changes = _differing_fields(theirs, ours)
     if "rope" in changes:
         del changes["rope"]
@@ -146,7 +147,7 @@ def model_changes(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any
 
 
 def fixed_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """The changes among them that a checkpoint's weights do not allow."""
+    """Return the differences that a checkpoint's weights do not allow."""
     fixed = theirs.differences(ours)
     fixed.pop("window", None)
     if "rope" in fixed:
@@ -155,23 +156,23 @@ def fixed_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple
             values = getattr(theirs.rope, name), getattr(ours.rope, name)
             if values[0] != values[1]:
                 fixed[f"rope.{name}"] = values
-        # Of a proportional rope the share of channels that is rotary is another one.
+        # The rotary share of channels differs for a proportional rope.
         kinds = theirs.rope.kind, ours.rope.kind
         if ours.rope.partial != 1 and (kinds[0] == "proportional") != (kinds[1] == "proportional"):
             fixed["rope.kind"] = kinds
-    # A table of learned positions is a weight, as long as the positions.
+    # A table of learned positions is a weight with one row per position.
     if ours.position == "learned" and theirs.max_positions != ours.max_positions:
         fixed["max_positions"] = theirs.max_positions, ours.max_positions
     return fixed
 
 
 def describe_change(name: str, theirs: Any, ours: Any) -> str:
-    """A change as ``rope.theta 500000 → 1000000``."""
+    """Format a change like ``rope.theta 500000 → 1000000``."""
     return f"{name} {_plain(theirs)} → {_plain(ours)}"
 
 
 def _plain(value: Any) -> str:
-    """A value as a TOML file has it; a whole number without its point."""
+    """Format a value as in a TOML file, integral floats without their point."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():
@@ -186,13 +187,13 @@ def _differing_fields(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
     return {name: (mine, other) for name, (mine, other) in pairs.items() if mine != other}
 
 
-# ---------------------------------------------------------------------------------------- what the section has to name
+# ---------------------------------------------------------------------------------------- required keys of the section
 
 
 def settle_model(config: RunConfig, base: ModelConfig | None, named: Set[str]) -> RunConfig:
-    """The config with its model settled; ConfigError where the section changes too much, or names too little.
+    """Return the config with its model settled. Raise ConfigError for forbidden changes or missing keys.
 
-    ``named`` are the keys that the file or a flag gives, such as ``model.hidden_size``.
+    ``named`` are the keys given in the file or by a flag, such as ``model.hidden_size``.
     """
     if _goes_on(Path(config.run.output_dir), config.run.resume):
         return config
@@ -220,7 +221,7 @@ def _check_changes(config: RunConfig, base: ModelConfig) -> None:
 
 
 def _check_rate(config: RunConfig, named: Set[str]) -> None:
-    """ConfigError unless the learning rate was chosen: one for new weights undoes what a checkpoint has learned."""
+    """Raise ConfigError unless the learning rate was chosen: the default for new weights would undo trained ones."""
     if "train.lr" not in named:
         raise ConfigError(
             f"run.start_from={config.run.start_from!r} goes on with trained weights, and train.lr is not set; "
@@ -229,7 +230,7 @@ def _check_rate(config: RunConfig, named: Set[str]) -> None:
 
 
 def _complete(model: ModelSection, named: Set[str]) -> ModelSection:
-    """A plain decoder of the sizes that are named, heads as Llama has them; ConfigError for a size that is not."""
+    """Return a plain decoder of the named sizes with Llama's heads. Raise ConfigError if a size is missing."""
     sizes = ["vocab_size", "hidden_size", "num_layers", "num_heads"]
     if not model.num_experts or model.dense_layers:
         sizes.append("ffn_size")

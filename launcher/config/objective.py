@@ -1,4 +1,4 @@
-"""Rules between an objective, the side that tokens see, and the data that go with both."""
+"""Rules between the objective, causal or bidirectional attention, and the matching data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READ_BY = {
 
 
 def check_objective(config: RunConfig) -> None:
-    """ConfigError for a model that sees what it is to predict, and for options that the objective does not read."""
+    """Raise ConfigError if the model can see its targets, or for options that the objective does not read."""
     _check_pairs(config)
     _check_pair_head(config)
     _check_mtp(config)
@@ -29,7 +29,7 @@ def check_objective(config: RunConfig) -> None:
             "Try --model.causal false, or --train.objective causal."
         )
     if objective == "masked":
-        # Its own rule of what it may be.
+        # Building the mask rule checks its values.
         assert config.mask is not None
         if config.validation.sample_tokens:
             raise ConfigError(
@@ -52,7 +52,7 @@ def check_objective(config: RunConfig) -> None:
 
 
 def _check_mtp(config: RunConfig) -> None:
-    """ConfigError for blocks that nothing trains, and for a weight of blocks that the model does not have."""
+    """Raise ConfigError for MTP blocks without a loss weight, or a loss weight without MTP blocks."""
     blocks, weight = config.model.mtp_layers, config.train.mtp_weight
     if blocks and not weight:
         raise ConfigError(
@@ -68,7 +68,7 @@ def _check_mtp(config: RunConfig) -> None:
 
 
 def _check_pair_head(config: RunConfig) -> None:
-    """ConfigError unless the data of a pair head are what it can be trained on."""
+    """Raise ConfigError unless a pair head can be trained on the data."""
     head = config.model.pair_head
     if head == "none":
         return
@@ -88,7 +88,7 @@ def _check_pair_head(config: RunConfig) -> None:
 
 
 def _check_pairs(config: RunConfig) -> None:
-    """ConfigError unless a source comes with an encoder, and neither with what knows one sequence alone."""
+    """Raise ConfigError unless sources come with an encoder, and without options for single sequences."""
     source, layers = config.data.source_seq_len, config.model.encoder_layers
     if source < 0:
         raise ConfigError(f"data.source_seq_len={source} must not be negative; 0 is for texts.")
@@ -105,7 +105,7 @@ def _check_pairs(config: RunConfig) -> None:
     if not layers:
         return
     if config.train.objective == "spans":
-        # Its own rules of what it may be.
+        # Building the example rule checks its values.
         assert config.examples is not None
         config.examples.most_tokens(config.data.seq_len, source)
     for name, wanted, why in (

@@ -1,9 +1,9 @@
-"""``resolve``: a config of which nothing is left open, by one list of steps that all commands share.
+"""``resolve``: settle every open key of a config by one list of steps that all commands share.
 
-A key may be ``auto``, and some follow from others, as the rows of a micro-batch from the ranks that share it. Each step
-settles one of them, from the config so far, the machine and the data, and says why. A key that was named stays. Steps
-come in the order in which they need one another: what a rank holds in memory, by which chunks are chosen, depends on
-all that stands before them. Nothing here looks at a device or a file: a plan for another machine takes the same steps.
+A key may be ``auto``, and some follow from others, as the rows of a micro-batch follow from the ranks that share it.
+Each step settles one key from the config so far, the machine and the data, and gives the reason. An explicit key is
+kept. The steps are ordered by their dependencies: the choice of chunks needs a rank's memory, which depends on all
+steps before it. No step looks at a device or a file: a plan for another machine takes the same steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel.zero.options import default_stage
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What all ranks of a run have in common."""
+    """Properties shared by all ranks of a run."""
 
     ranks: int
     device_type: str = "cpu"
@@ -41,7 +41,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What the training data is like."""
+    """Properties of the training data."""
 
     is_packed: bool
     """Whether some document is no multiple of a row: rows then hold several."""
@@ -52,7 +52,7 @@ class Data:
 
 
 class Choice(NamedTuple):
-    """What a step makes of a config."""
+    """Config after a step, with the reason."""
 
     config: RunConfig
     why: str = ""
@@ -65,16 +65,16 @@ Say = Callable[[Choice], None]
 
 
 def settle(config: RunConfig, machine: Machine) -> RunConfig:
-    """The config with all settled that needs no look at the data. ConfigError for what cannot be had."""
+    """Return the config with all keys settled that need no data. Raise ConfigError for an impossible key."""
     for step in BEFORE_DATA:
         config = step(config, machine)
     return config
 
 
 def resolve(config: RunConfig, machine: Machine, data: Data, *, say: Say = lambda choice: None) -> ResolvedConfig:
-    """The config with nothing left open; ``say`` hears of each choice in turn. ConfigError for what cannot be had.
+    """Return the config with every key settled; pass each choice to ``say``. Raise ConfigError for an impossible key.
 
-    To resolve a config again changes nothing.
+    Idempotent: a resolved config resolves to itself.
     """
     config = settle(config, machine)
     for step in WITH_DATA:
@@ -99,7 +99,7 @@ def _dtype(config: RunConfig, machine: Machine) -> RunConfig:
     if config.train.dtype != AUTO:
         return config
     dtype = "float32"
-    # DeepSpeed's stage 0 cannot keep float32 masters beside bfloat16 weights.
+    # DeepSpeed's stage 0 cannot keep float32 master weights for bfloat16 weights.
     if machine.native_bfloat16 and config.zero.stage:
         dtype = "bfloat16"
     elif machine.device_type == "cuda" and not config.zero.stage:
@@ -162,7 +162,7 @@ def _compile(config: RunConfig, machine: Machine, data: Data) -> Choice:
 
 
 def _chunks(config: RunConfig, machine: Machine, data: Data) -> Choice:
-    """The fastest that fits; if none does, the leanest, which is then refused."""
+    """Choose the fastest candidate that fits; if none fits, the leanest, which is refused later."""
     if config.train.chunk_tokens != AUTO:
         return Choice(config)
     choices = [ResolvedConfig.of(choice) for choice in chunk_choices(config)]

@@ -1,4 +1,4 @@
-"""``ResolvedConfig``: a run's settings of which none is left open."""
+"""``ResolvedConfig``: a run's settings without any ``auto``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTrain(TrainSection):
-    """``[train]``."""
+    """Section ``[train]`` with all keys settled."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     products: Literal["native", "float32"] = "float32"
@@ -25,7 +25,7 @@ class ResolvedTrain(TrainSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedParallel(ParallelSection):
-    """``[parallel]``; ``context`` are the ranks that share a micro-batch."""
+    """Section ``[parallel]`` with all keys settled; ``context`` is the number of ranks that share a micro-batch."""
 
     expert_tile_tokens: int = 0
     layout: str = "contiguous"
@@ -33,14 +33,14 @@ class ResolvedParallel(ParallelSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedZero(ZeroSection):
-    """``[zero]``."""
+    """Section ``[zero]`` with all keys settled."""
 
     stage: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(RunConfig):
-    """What ``resolve`` makes of a ``RunConfig``."""
+    """Result of ``resolve``: a ``RunConfig`` with all keys settled."""
 
     train: ResolvedTrain = field(default_factory=ResolvedTrain)
     parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
@@ -48,7 +48,7 @@ class ResolvedConfig(RunConfig):
 
     @classmethod
     def of(cls, config: RunConfig) -> ResolvedConfig:
-        """The same values under types that say so; AssertionError if one of them is left open."""
+        """Return the same values with resolved types. AssertionError if a key is still ``auto``."""
         train, parallel, zero = config.train, config.parallel, config.zero
         settled = (train.dtype, train.products, train.compile, train.chunk_tokens, zero.stage)
         assert AUTO not in (*settled, parallel.layout, parallel.expert_tile_tokens)
@@ -60,5 +60,5 @@ class ResolvedConfig(RunConfig):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the run computes in."""
+        """Dtype of the run's computation."""
         return getattr(torch, self.train.dtype)

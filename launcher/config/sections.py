@@ -88,7 +88,7 @@ class ModelSection(ModelConfig):
     plain decoder like Llama, whose sizes must then be named."""
 
     def config(self) -> ModelConfig:
-        """The model without the preset's name; the same object for the same fields."""
+        """Return the model without the preset's name; the same object for the same fields."""
         return _model_of(self)
 
 
@@ -385,12 +385,12 @@ class RunConfig:
     validation: ValidationSection = field(default_factory=ValidationSection)
 
     def value(self, key: str) -> Any:
-        """The value of a dotted key."""
+        """Return the value of a dotted key."""
         section, name = key.split(".")
         return getattr(getattr(self, section), name)
 
     def changed(self, values: Mapping[str, Any]) -> Self:
-        """The config with other values of dotted keys."""
+        """Return the config with other values for dotted keys."""
         sections: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
             section, name = key.split(".")
@@ -400,30 +400,30 @@ class RunConfig:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows that one optimiser step sees."""
+        """Rows of one optimiser step."""
         return self.train.tokens_per_step // self.data.seq_len
 
     @property
     def last_step(self) -> int:
-        """The step that this process ends at."""
+        """Last step of this process."""
         if self.train.stop_after:
             return min(self.train.steps, self.train.stop_after)
         return self.train.steps
 
     def saves_after(self, step: int) -> bool:
-        """Whether the run saves a checkpoint after this step, without being asked to stop."""
+        """Return whether the run's schedule saves a checkpoint after this step."""
         return self._is_due(step, self.checkpoint.every_steps)
 
     def validates_after(self, step: int) -> bool:
-        """Whether the run measures its held-out loss after this step, where it has one."""
+        """Return whether the run's schedule validates after this step, provided that it has held-out data."""
         return self._is_due(step, self.validation.every_steps)
 
     def _is_due(self, step: int, every: int) -> bool:
-        """Whether something done every so many steps (0: at the end only) is due after this one."""
+        """Return whether a task done every ``every`` steps (0: at the end only) is due after this one."""
         return step == self.last_step or (every > 0 and step % every == 0)
 
     def micro_batches(self, world_size: int) -> MicroBatches:
-        """How the rows of a step are dealt out, once the ranks that share a micro-batch are settled."""
+        """Return the division of a step's rows into micro-batches. ``parallel.context`` must be settled."""
         return MicroBatches.deal(
             self.rows_per_step,
             most_rows=self.train.micro_batch_rows,
@@ -432,18 +432,18 @@ class RunConfig:
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether data ranks wait for one another in each micro-batch, and not at the end of a step alone.
+        """True if data ranks wait for one another in each micro-batch, not only at the end of a step.
 
-        Who deals out rows then puts rows of like work into one micro-batch.
+        Rows of similar cost are then dealt into the same micro-batch.
         """
         # Stages 2 and 3 reduce gradients as backward goes on, and stage 3 gathers weights; 0 and 1 reduce once a step.
-        # Experts that a context group does not hold by itself are asked in every layer.
+        # Experts outside a rank's own context group are called in every layer.
         assert self.zero.stage != AUTO, "``settle`` comes first"
         return self.zero.stage >= 2 or self.parallel.context % self.parallel.expert != 0
 
     @property
     def packing(self) -> Packing:
-        """How documents become rows; ConfigError for what does not go together."""
+        """Packing of documents into rows. ConfigError for options that do not go together."""
         data, fim = self.data, None
         rule = FimRule(data.fim_rate, data.fim_spm_rate, data.fim_segment_tokens)
         # A source of a mixture may have a share of its own.
@@ -453,7 +453,7 @@ class RunConfig:
 
     @property
     def examples(self) -> ExampleRule | None:
-        """What examples are made of texts; None if they are read as they are."""
+        """Rule that builds examples from texts; None if texts are read as they are."""
         if self.train.objective == "spans":
             return SpanRule(self.data.mask_rate, self.data.span_length)
         if self.model.pair_head != "none":
@@ -462,7 +462,7 @@ class RunConfig:
 
     @property
     def mask(self) -> MaskRule | None:
-        """How tokens are masked; None if the objective has no use for that."""
+        """Rule for masking tokens; None if the objective does not mask."""
         data = self.data
         if self.train.objective != "masked":
             return None
@@ -470,16 +470,16 @@ class RunConfig:
 
     @property
     def head_share(self) -> float:
-        """Share of the tokens that have logits in training: if the objective is masked, the chosen ones alone."""
-        # By chunks the head takes the residual stream as it comes.
+        """Share of the tokens with logits in training: only the masked ones if the objective is masked."""
+        # With chunks the head processes all tokens of the residual stream.
         if self.mask is None or self.train.chunk_tokens:
             return 1.0
         return self.mask.rate
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches of one rank in a step."""
+        """Return the number of micro-batches of one rank in a step."""
         return len(self.micro_batches(world_size))
 
     def to_toml(self) -> str:
-        """The resolved config as TOML."""
+        """Return the config as TOML."""
         return tomli_w.dumps(dataclasses.asdict(self))

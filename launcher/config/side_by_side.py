@@ -1,4 +1,4 @@
-"""``parallel.tokens_per_rank``: the ranks that it means, the rows that follow, and what contradicts it."""
+"""``parallel.tokens_per_rank``: the resulting ranks and rows, and the rules that it imposes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LAYOUTS = (AUTO, "balanced", "contiguous")
 
 
 def with_context(config: C, world_size: int) -> C:
-    """The config with the ranks and the rows that ``parallel.tokens_per_rank`` comes to; as it is without that key.
+    """Return the config with the ranks and rows implied by ``parallel.tokens_per_rank``; unchanged without that key.
 
-    ``parallel.context`` is then the ranks that share a micro-batch, and ``train.micro_batch_rows`` the rows of the
-    largest one. To do it again changes nothing. ConfigError where the key cannot be had.
+    ``parallel.context`` becomes the number of ranks that share a micro-batch, and ``train.micro_batch_rows`` the rows
+    of the largest one. Idempotent. Raise ConfigError if the key contradicts other settings.
     """
     parallel, most = config.parallel, config.parallel.tokens_per_rank
     if most < 0:
         raise ConfigError(f"parallel.tokens_per_rank={most} must be at least 1, or 0 for a fixed parallel.context.")
-    # A length that is out of its range is refused with the other ranges.
+    # An invalid length is refused with the other ranges.
     if not most or config.data.seq_len < 1:
         return config
     ranks = parallel.context
@@ -50,7 +50,7 @@ def with_context(config: C, world_size: int) -> C:
 
 
 def _largest_rows(config: RunConfig, ranks: int, world_size: int) -> int:
-    """Rows of a step's largest micro-batch on so many ranks."""
+    """Return the rows of a step's largest micro-batch on ``ranks`` ranks."""
     seq_len, most = config.data.seq_len, config.parallel.tokens_per_rank
     at_once = rows_at_once(seq_len, ranks, most)
     if not at_once:
@@ -72,12 +72,12 @@ def _largest_rows(config: RunConfig, ranks: int, world_size: int) -> int:
 
 
 def padded_documents(config: RunConfig, documents: PackedDocuments) -> PackedDocuments:
-    """The documents of a micro-batch, and those that pad it."""
+    """Return the documents of a micro-batch including its padding documents."""
     return documents.padded(padded_tokens(config, documents.num_tokens))
 
 
 def padded_tokens(config: RunConfig, num_tokens: int) -> int:
-    """The tokens of a micro-batch once it is padded for its ranks; as many where the degree is fixed."""
+    """Return the tokens of a micro-batch after padding for its ranks; unchanged if the context degree is fixed."""
     parallel = config.parallel
     if not parallel.tokens_per_rank:
         return num_tokens

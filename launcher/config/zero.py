@@ -1,4 +1,4 @@
-"""The ``[zero]`` section: what DeepSpeed is given of it, and its rules."""
+"""The ``[zero]`` section: its rules, and its options for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel.zero.options import ZeroOptions, check_zero, default_stage
 
 
 def zero_options(zero: ZeroSection) -> ZeroOptions:
-    """What ``ZeroEngine`` is given beside the stage."""
+    """Return the options of ``ZeroEngine`` besides the stage."""
     return ZeroOptions(
         overlap_comm={"auto": None, "on": True, "off": False}[zero.overlap_comm],
         reduce_bucket_size=zero.reduce_bucket_size,
@@ -51,8 +51,8 @@ _READ_BY: Mapping[str, Sequence[int]] = {
 
 
 def check_zero_section(config: RunConfig, world_size: int) -> None:
-    """ConfigError for the first rule of the section that does not hold."""
-    # Left open, it is the dtype that every device and stage takes.
+    """Raise ConfigError for the first broken rule of the section."""
+    # For "auto", the dtype that every device and stage supports.
     dtype = torch.float32
     if config.train.dtype != "auto":
         dtype = getattr(torch, config.train.dtype)
@@ -69,7 +69,7 @@ def check_zero_section(config: RunConfig, world_size: int) -> None:
 
 
 def _stage(zero: ZeroSection) -> int:
-    """The stage; left open, that of the device that every machine has."""
+    """Return the stage; for "auto", the default of the CPU, which every machine has."""
     if zero.stage == "auto":
         return default_stage("cpu")
     return zero.stage
@@ -79,7 +79,7 @@ def _check_stage_reads(config: RunConfig) -> None:
     defaults = ZeroSection()
     for key, stages in _READ_BY.items():
         value, default = getattr(config.zero, key), getattr(defaults, key)
-        # "auto" is stage 1 or 2: no key tells these apart.
+        # "auto" is stage 1 or 2, which read the same keys.
         if value != default and _stage(config.zero) not in stages:
             read_by = f"stages {', '.join(map(str, stages))} read it"
             if len(stages) == 1:
@@ -91,7 +91,7 @@ def _check_stage_reads(config: RunConfig) -> None:
 
 
 def _check_offload(config: RunConfig) -> None:
-    """What is offloaded has a place, and only then may be page-locked; and AdamW updates it."""
+    """Raise ConfigError for offloading without a path or with Muon, or page-locking options without offloading."""
     if config.train.optimizer == "muon" and config.zero.offload != "none":
         raise ConfigError(
             f"zero.offload={config.zero.offload} has DeepSpeed's AdamW update what is offloaded, and train.optimizer="
@@ -129,7 +129,7 @@ def _check_offload(config: RunConfig) -> None:
 
 
 def _check_hpz(config: RunConfig, world_size: int) -> None:
-    """The second copy of hpZ lies on whole groups of neighbouring ranks, and DeepSpeed has none of experts."""
+    """Raise ConfigError unless hpZ's group size divides the ranks; DeepSpeed has no hpZ for experts."""
     size = config.zero.hpz_partition_size
     if size < 1:
         raise ConfigError(f"zero.hpz_partition_size={size} must be at least 1.")

@@ -29,7 +29,7 @@ _PARAGRAPHS = re.compile(r"(par|hd)_id\w+")
 
 
 class _Paragraphs(HTMLParser):
-    """The text of each paragraph and headline that has an id."""
+    """Parser that collects the text of each paragraph and headline with an id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Paragraphs(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
         if self._id and tag == "span":
-            # Of two keyboards' keys one is shown; spans within count so that its end is known.
+            # Keys of only one of two keyboards are shown; nested spans are counted to find the end.
             self._hidden += bool(self._hidden or values.get("class") == "MAC")
         elif not self._id and _PARAGRAPHS.fullmatch(values.get("id") or ""):
             self._id, self._tag = values["id"] or "", tag
@@ -58,7 +58,7 @@ class _Paragraphs(HTMLParser):
 
 
 def help_pairs(folder: Path, languages: tuple[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (page, texts by language) of paragraphs that both languages have, and that differ."""
+    """Yield (page, texts by language) for paragraphs that exist in both languages and differ."""
     first, second = (folder / language / "text" for language in languages)
     for path in sorted(first.rglob("*.html")):
         other = second / path.relative_to(first)
@@ -94,7 +94,7 @@ _TENS = {
 
 
 def written_pairs() -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (page, texts) of sums in words. German says the ones before the tens, and ends with the verb."""
+    """Yield (page, texts) of sums in words. German puts the ones before the tens, and the verb at the end."""
     for number in range(_SENTENCES):
         a, b, c = (key64(number, part) % 100 for part in range(3))
         texts = {
@@ -121,13 +121,13 @@ def _german(number: int) -> str:
     tens, ones = _TENS["de"][number // 10 - 2], number % 10
     if not ones:
         return tens
-    # One and twenty loses its s.
+    # "eins" loses its s before "und".
     word = "ein" if ones == 1 else _ONES["de"][ones]
     return f"{word}und{tens}"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write both files, and say what of."""
+    """Write both files and report their sources."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("output", type=Path)
     parser.add_argument("--help-pages", type=Path, default=INSTALLED)
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
             continue
         seen.add(pair)
         (held_out if falls_below(key64(*page.encode()), HELD_OUT) else train).append(texts)
-    # A sentence may stand on several pages.
+    # A sentence may occur on several pages.
     asked = {next(iter(texts.values())) for texts in held_out}
     train = [texts for texts in train if next(iter(texts.values())) not in asked]
     options.output.mkdir(parents=True, exist_ok=True)

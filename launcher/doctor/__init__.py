@@ -1,1 +1,1 @@
-"""What is checked of a machine, and of every machine of a hostfile, before a run."""
+"""Checks of a machine, and of every machine of a hostfile, before a run."""

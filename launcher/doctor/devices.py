@@ -1,4 +1,4 @@
-"""GPUs, the processor, and the attention kernel that they get."""
+"""Checks of GPUs and processor, and of their attention kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _USED_MIB = 1024
 
 @dataclass(frozen=True)
 class Gpu:
-    """What nvidia-smi says of one."""
+    """GPU as reported by nvidia-smi."""
 
     name: str
     total_mib: int
@@ -34,7 +34,7 @@ class Gpu:
 
 
 def read_gpus() -> list[Gpu]:
-    """The GPUs that the driver shows; none where there is no nvidia-smi, or it fails."""
+    """Return the GPUs that the driver shows; empty if nvidia-smi is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -42,24 +42,24 @@ def read_gpus() -> list[Gpu]:
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        # A driver that is broken shows in PyTorch, which has no GPU then.
+        # A broken driver is reported later: PyTorch then has no GPU.
         return []
     return parse_gpus(said)
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """The GPUs of nvidia-smi's CSV; a line in another form is left out."""
+    """Parse the GPUs from nvidia-smi's CSV, skipping malformed lines."""
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
-        # Devices cut into instances (MIG) have "[N/A]" in the place of memory in use.
+        # Devices split into instances (MIG) have "[N/A]" as their memory in use.
         if len(fields) == 4 and fields[1].isdigit() and fields[2].isdigit():
             found.append(Gpu(printable(fields[0]), int(fields[1]), int(fields[2]), printable(fields[3])))
     return found
 
 
 def check_devices(gpus: Sequence[Gpu], num_usable: int) -> list[Finding]:
-    """Findings of the GPUs that the driver shows, of which PyTorch can use ``num_usable``."""
+    """Check the GPUs that the driver shows; PyTorch can use ``num_usable`` of them."""
     if not gpus and not num_usable:
         return [Finding.of("gpus", "none: ranks run on the CPU")]
     if not num_usable:
@@ -78,27 +78,27 @@ def check_devices(gpus: Sequence[Gpu], num_usable: int) -> list[Finding]:
 
 
 def check_processor() -> Finding:
-    """The processor, its cores and memory, and whether it multiplies bfloat16 itself."""
+    """Report the processor, its cores and memory, and whether it has native bfloat16 products."""
     products = "bfloat16 products in float32 (no native ones)"
     if has_native_bfloat16():
         products = "native bfloat16 products"
     memory = psutil.virtual_memory().total / 2**30
-    # Those that a container or a batch system gives to this process, not all of the machine.
+    # Cores available to this process, for example in a container or batch job, not all of the machine's.
     cores = plural(len(os.sched_getaffinity(0)), "core")
     return Finding.of("processor", f"{processor_name()}, {cores}, {memory:.0f} GiB, {products}")
 
 
 def check_kernel(device_type: str) -> Finding:
-    """The attention kernel that ``parallel.kernel=auto`` takes for a usual decoder, and what a faster one needs."""
+    """Check the kernel that ``parallel.kernel=auto`` takes for a typical decoder; advise on installing a faster one."""
     request = KernelRequest(device_type, torch.bfloat16, 128, 32, 8, products=fastest_products())
     return describe_choice(explain_choice("auto", request), request)
 
 
 def describe_choice(choice: KernelChoice, request: KernelRequest) -> Finding:
-    """The finding of a choice: a warning where a faster kernel could be installed."""
+    """Return the finding of a kernel choice: a warning if a faster kernel could be installed."""
     value = f"{choice.name} ({request})"
     _, _, passed_over = choice.reason.partition("; ")
-    # On a CPU there is only one to speak of, and every reason is that it is no GPU.
+    # On a CPU only one kernel matters, and the others are rejected because there is no GPU.
     if request.device_type == "cuda" and passed_over:
         value += f"; {passed_over}"
     return Finding.of("attention", value, choice.advice or "")
@@ -108,6 +108,6 @@ def _gpu_summary(gpus: Sequence[Gpu], num_usable: int) -> str:
     cuda = f"CUDA {torch.version.cuda}"
     if not gpus:
         return f"{plural(num_usable, 'GPU')} for PyTorch, {cuda}; nvidia-smi tells nothing"
-    # One name where all are alike.
+    # One name if all GPUs are of one kind.
     names = sorted({f"{gpu.name} {gpu.total_mib / 1024:.0f} GiB" for gpu in gpus})
     return f"{num_usable} × {', '.join(names)}, driver {gpus[0].driver}, {cuda}"

@@ -1,4 +1,4 @@
-"""One line of what ``doctor`` says."""
+"""Findings of ``doctor``, one line each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST_TEXT = 400
 
 def printable(text: str) -> str:
     """Return one line of ``text`` without control characters, cut if it is very long."""
-    # A terminal obeys escape sequences, and a line break would look like a finding of ours.
+    # A terminal would execute escape sequences, and a line break could fake another finding.
     plain = "".join(char if char.isprintable() else " " for char in text)
     plain = " ".join(plain.split())
     if len(plain) > _LONGEST_TEXT:
@@ -33,7 +33,7 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What one check found."""
+    """Result of one check."""
 
     check: Text
     verdict: Verdict
@@ -46,18 +46,18 @@ class Finding:
 
     @classmethod
     def of(cls, check: str, value: str, advice: str = "", verdict: Verdict = "warn") -> Finding:
-        """Return a finding that is ok without advice, and has this verdict with it."""
+        """Return a finding with this verdict, or with "ok" if there is no advice."""
         if not advice:
             verdict = "ok"
         return cls(check=check, verdict=verdict, value=value, advice=advice)
 
     def on(self, host: str) -> Finding:
-        """The same, found on ``host``."""
+        """Return the same finding for ``host``."""
         return replace(self, host=host)
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
-    """The worst verdict; "ok" where there is no finding."""
+    """Return the worst verdict; "ok" if there are no findings."""
     found = {finding.verdict for finding in findings}
     for verdict in reversed(VERDICTS):
         if verdict in found:
@@ -66,7 +66,7 @@ def worst(findings: Iterable[Finding]) -> Verdict:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error, because libraries add a stack; its class if it says nothing."""
+    """Return the first line of an error's message, without a library's stack; its class name if it is empty."""
     for line in str(error).splitlines():
         if line.strip():
             return line.strip()
@@ -87,7 +87,7 @@ def line_of(finding: Finding, subject: str) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the last line: how many failed and warned."""
+    """Return the last line, with the numbers of failures and warnings."""
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in VERDICTS}
     if counts["fail"]:
         return f"{plural(counts['fail'], 'check')} failed, {plural(counts['warn'], 'warning')}."

@@ -1,4 +1,4 @@
-"""The machines of a hostfile, each asked over ssh, and compared with the one that asks."""
+"""Check the machines of a hostfile over ssh, and compare them with this one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_AT_ONCE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host of the hostfile."""
+    """Host of the hostfile with its findings."""
 
     name: str
     answer: Answer | NoAnswer
@@ -31,7 +31,7 @@ class Host:
 def examine_hosts(
     slots: Mapping[str, int], here: Machine, options: Options, *, asked: Callable[[int], None] = lambda done: None
 ) -> list[Host]:
-    """Ask every host at once and compare it with this machine; ``asked`` hears how many have answered."""
+    """Ask every host at the same time and compare it with this machine; ``asked`` gets the number of answers so far."""
     folder = existing_part(options.folder)
     try:
         with probe_in(folder) as probe:
@@ -44,7 +44,7 @@ def examine_hosts(
 
 
 def check_start(slots: Mapping[str, int], own_name: str) -> list[Finding]:
-    """What deepspeed on this machine, ``own_name``, would make of the hostfile, apart from the hosts themselves."""
+    """Check deepspeed's start on this machine, ``own_name``, apart from the hosts themselves."""
     findings = check_environment_files(environment_files())
     if len(slots) > 1:
         if shutil.which("pdsh") is None:
@@ -62,12 +62,12 @@ def check_start(slots: Mapping[str, int], own_name: str) -> list[Finding]:
 def _ask_all(
     slots: Mapping[str, int], here: Machine, options: Options, probe: Probe | None, asked: Callable[[int], None]
 ) -> list[Host]:
-    """The hosts in the order of the hostfile, of which the first holds rank 0."""
+    """Return the hosts in the order of the hostfile; the first one holds rank 0."""
     first = next(iter(slots))
 
     def question(host: str) -> Answer | NoAnswer:
         port = 0
-        # The others connect to it and listen at ports that the system gives them.
+        # The others connect to it, and listen at ports chosen by the system.
         if host == first:
             port = options.port
         return ask(host, replace(options, port=port))
@@ -76,7 +76,7 @@ def _ask_all(
     with ThreadPoolExecutor(max_workers=_MOST_AT_ONCE) as pool:
         for host, answer in zip(slots, pool.map(question, slots), strict=True):
             if len(slots) == 1 and isinstance(answer, NoAnswer):
-                # deepspeed asks it over ssh for its address, although it would start the ranks without ssh.
+                # deepspeed asks the host over ssh for its address, although it would start the ranks without ssh.
                 advice = f"On this machine alone deepspeed --num_gpus {slots[host]} needs no hostfile and no ssh"
                 answer = replace(answer, advice=f"{answer.advice}. {advice}")
             findings = compare(answer, here.facts, slots[host], probe)
@@ -86,7 +86,7 @@ def _ask_all(
 
 
 def compare(answer: Answer | NoAnswer, here: Facts, num_slots: int, probe: Probe | None) -> list[Finding]:
-    """All findings of a host: whether it answers, what differs from this machine, and what it found of itself."""
+    """Return all findings of a host: its answer, its differences from this machine, and its own findings."""
     if isinstance(answer, NoAnswer):
         return [Finding.of("ssh", answer.why, answer.advice, "fail")]
     facts = answer.machine.facts
@@ -110,7 +110,7 @@ def _same_code(there: Facts, here: Facts) -> Finding:
 
 
 def _same_versions(there: Facts, here: Facts) -> list[Finding]:
-    """One finding where everything is equal; else one for each difference."""
+    """Return one finding if all versions are equal, otherwise one for each difference."""
     findings: list[Finding] = []
 
     def compare_values(
@@ -121,14 +121,14 @@ def _same_versions(there: Facts, here: Facts) -> list[Finding]:
 
     compare_values("python", there.python, here.python, "Install the same Python")
     for name in here.packages:
-        # Names that only the other machine knows are those of another version, which its code's hash tells.
+        # Names known only to the other machine mean another version of longctx, which the code's hash shows.
         ours = here.packages[name]
         advice = f"pip install {name}=={ours}"
         if ours is None:
             advice = f"pip uninstall {name}, or install it everywhere"
         compare_values(name, there.packages.get(name), ours, advice, none="not installed")
     compare_values("CUDA", there.cuda, here.cuda, "Install the same build of PyTorch")
-    # A machine that starts a run need not have GPUs itself.
+    # The machine that starts a run need not have GPUs itself.
     if there.driver and here.driver:
         compare_values("driver", there.driver, here.driver, "Install the same driver on all", "warn")
     return findings or [Finding.of("versions", "the same Python and packages")]
@@ -144,7 +144,7 @@ def _same_clock(skew: float) -> Finding:
 
 
 def _enough_gpus(there: Facts, here: Facts, num_slots: int) -> Finding:
-    """Slots are ranks. On GPUs each needs one of its own; on a CPU they may be as many as one likes."""
+    """Compare GPUs with slots, which are ranks: each needs its own GPU, but a CPU may hold any number of ranks."""
     count = len(there.gpus)
     value = f"{plural(count, 'GPU')}, slots={num_slots}"
     if count == num_slots:
@@ -167,27 +167,27 @@ def _same_folder(there: Facts, here: Facts, probe: Probe) -> Finding:
 
 
 def lines_of_hosts(hosts: Sequence[Host]) -> list[str]:
-    """A line for each host without trouble; a line for each warning and failure, once for all hosts that share it."""
+    """Return a line for each healthy host, and one for each warning or failure, shared by all hosts that have it."""
     lines = [_healthy(host) for host in hosts if all(finding.verdict == "ok" for finding in host.findings)]
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in (finding for host in hosts for finding in host.findings):
         if finding.verdict != "ok":
-            # Values differ a little between machines (seconds, bytes); what to do does not.
+            # Values differ slightly between machines (seconds, bytes); the advice does not.
             groups.setdefault((finding.verdict, finding.check, finding.advice), []).append(finding)
-    # The worst stands last, next to the prompt.
+    # The worst come last, next to the prompt.
     for verdict in VERDICTS:
         lines += [_shared(group) for key, group in groups.items() if key[0] == verdict]
     return lines
 
 
 def _healthy(host: Host) -> str:
-    """A host of which every finding is ok, in one line."""
+    """Return the line of a host without warnings or failures."""
     assert isinstance(host.answer, Answer), "no answer is a failure"
     said = [finding.value for finding in host.findings if finding.check in ("ssh", "versions", "clock", "slots")]
     return f"ok    {host.name:15}  {'; '.join(said)}; the same code and folder"
 
 
 def _shared(group: Sequence[Finding]) -> str:
-    """One line for a finding of several hosts; the value is the first one's."""
+    """Return one line for a finding of several hosts, with the value of the first one."""
     names = first_names([finding.host for finding in group], most=4)
     return line_of(group[0], f"{group[0].check} on {names}")

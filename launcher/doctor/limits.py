@@ -1,4 +1,4 @@
-"""Limits of the operating system, the compiler, and the port that ranks meet at."""
+"""Checks of operating system limits, the compiler, and the master port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 def check_open_files(world_size: int, soft: int | None = None) -> Finding:
-    """``ulimit -n`` against the connections that a rank of ``world_size`` may open."""
+    """Check ``ulimit -n`` against the connections that a rank of ``world_size`` may open."""
     current, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft is None:
         soft = current
@@ -29,14 +29,14 @@ def check_open_files(world_size: int, soft: int | None = None) -> Finding:
     advice = ""
     if soft != resource.RLIM_INFINITY and soft < needed:
         advice = f"ulimit -n {needed}"
-        # A user may raise the soft limit, and only root the hard one.
+        # A user may raise the soft limit; only root may raise the hard one.
         if hard != resource.RLIM_INFINITY and hard < needed:
             advice = f"Raise the hard limit ({hard}) in /etc/security/limits.conf to {needed}"
     return Finding.of("open files", f"{human_limit(soft)} (ulimit -n)", advice)
 
 
 def check_locked_memory(soft: int | None = None, infiniband: Path = _INFINIBAND) -> Finding:
-    """``ulimit -l``: RDMA registers memory under this limit, so only machines with such adapters are warned."""
+    """Check ``ulimit -l``. RDMA registers memory under this limit, so the warning needs an InfiniBand adapter."""
     if soft is None:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     advice = ""
@@ -46,7 +46,7 @@ def check_locked_memory(soft: int | None = None, infiniband: Path = _INFINIBAND)
 
 
 def check_map_count(path: Path = _MAP_COUNT) -> Finding | None:
-    """``vm.max_map_count``; None where the system has no such limit."""
+    """Check ``vm.max_map_count``; None if the system has no such limit."""
     try:
         count = int(path.read_text())
     except (OSError, ValueError):
@@ -58,7 +58,7 @@ def check_map_count(path: Path = _MAP_COUNT) -> Finding | None:
 
 
 def check_compiler() -> Finding:
-    """g++ and ninja, with which zero.offload compiles DeepSpeed's AdamW."""
+    """Check for g++ and ninja, which compile DeepSpeed's AdamW for zero.offload."""
     # The variable may hold options too, such as "ccache g++".
     compiler = shlex.split(os.environ.get("CXX", "g++"))[0]
     missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
@@ -69,9 +69,9 @@ def check_compiler() -> Finding:
 
 
 def check_port(port: int) -> Finding:
-    """Whether the port that rank 0 listens at is free on this machine."""
+    """Check that rank 0's port is free on this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        # As PyTorch's store does: a connection of an ended run that lingers is no obstacle.
+        # Like PyTorch's store: lingering connections of an ended run do not block the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", port))
@@ -82,7 +82,7 @@ def check_port(port: int) -> Finding:
 
 
 def human_limit(count: int, *, kib: bool = False) -> str:
-    """A limit of the system as `ulimit` shows it; ``kib`` is for those that it counts in KiB."""
+    """Format a system limit like ``ulimit``; ``kib`` is for limits that it shows in KiB."""
     if count == resource.RLIM_INFINITY:
         return "unlimited"
     if kib:

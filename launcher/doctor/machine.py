@@ -1,4 +1,4 @@
-"""All checks of one machine, and what it tells others of itself."""
+"""All checks of one machine, and its facts for comparison with others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASTER_PORT = 29500
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a machine is checked for."""
+    """Options of a machine's checks."""
 
     folder: Path = Path("runs")
     """Where runs are written; its nearest parent that exists is looked at."""
@@ -40,7 +40,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What must be equal on all machines of a run, or fit the hostfile. Plain values: they travel as JSON."""
+    """Facts that must be equal on all machines of a run, or fit the hostfile. Plain values: they travel as JSON."""
 
     name: Text
     """The machine's own name."""
@@ -63,22 +63,22 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine, examined."""
+    """Facts and findings of one machine."""
 
     facts: Facts
     findings: list[Finding]
 
     def to_json(self) -> dict[str, Any]:
-        """Facts, findings and their worst verdict."""
+        """Return facts, findings and their worst verdict."""
         return {"verdict": worst(self.findings), **asdict(self)}
 
 
 def examine(options: Options) -> Machine:
-    """Run every check of this machine; takes a few seconds, most of them for the folder's write speed."""
+    """Run every check of this machine. Takes a few seconds, mostly to measure the folder's write speed."""
     folder = existing_part(options.folder)
     packages = installed_versions()
     gpus, usable = read_gpus(), _usable_gpus()
-    # What PyTorch can use decides where a run computes; what the driver shows may be more.
+    # A run uses the GPUs that PyTorch can use; the driver may show more.
     device_type = "cpu"
     if usable:
         device_type = "cuda"
@@ -112,7 +112,7 @@ def examine(options: Options) -> Machine:
         gpus=usable,
         folder=os.fspath(folder),
         probe=probe,
-        # Last, because others compare it with the time at which they hear it.
+        # Last, because the asking machine compares it with the time of arrival.
         time=time.time(),
     )
     return Machine(facts=facts, findings=[finding for finding in findings if finding is not None])

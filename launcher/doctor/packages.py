@@ -1,4 +1,4 @@
-"""Versions of Python and of the packages that a run stands on, and a hash of the project's own code."""
+"""Versions of Python and of the packages that a run depends on, and a hash of the project's own code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SOURCE_ENDINGS = (".py", ".toml", ".html")
 
 
 def installed_versions() -> dict[str, str | None]:
-    """The version of each of ``PACKAGES``; None where it is not installed."""
+    """Return the version of each of ``PACKAGES``; None if it is not installed."""
     found: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -40,9 +40,9 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def check_packages(installed: Mapping[str, str | None], requirements: list[str] | None = None) -> list[Finding]:
-    """A line with all versions, and one for each that is missing, outside of what longctx asks for, or does not load.
+    """Return a finding with all versions, and one for each missing, incompatible or broken package.
 
-    ``requirements`` are those of ``requirements_of_longctx()`` unless given.
+    ``requirements`` defaults to ``requirements_of_longctx()``.
     """
     if requirements is None:
         requirements = requirements_of_longctx()
@@ -59,12 +59,12 @@ def check_packages(installed: Mapping[str, str | None], requirements: list[str] 
 
 
 def _check_flash(flash: str | None, torch: str | None) -> list[Finding]:
-    """A failure for a flash-attn that was built for another PyTorch, unless it can be imported nevertheless."""
+    """Return a failure for a flash-attn built for another PyTorch, unless it can be imported nevertheless."""
     # github.com/Dao-AILab/flash-attention/issues/2299 and 2425: there is no official wheel for PyTorch 2.10 and 2.11;
     # github.com/Dao-AILab/flash-attention/issues/1832: an extension built for another PyTorch misses symbols.
     if flash is None or torch is None or not _lies_in(flash, "<=2.8.3") or not _lies_in(torch, ">=2.10"):
         return []
-    # A copy that was compiled here works.
+    # A locally compiled copy works.
     if not isinstance(FLASH2.load(), str):
         return []
     value = f"flash-attn {flash} with torch {torch}: its own wheels are for older PyTorch, and this copy does not load"
@@ -73,7 +73,7 @@ def _check_flash(flash: str | None, torch: str | None) -> list[Finding]:
 
 
 def requirements_of_longctx() -> list[str]:
-    """What the distribution asks for, extras included; a copy that nobody installed has its pyproject.toml."""
+    """Return the distribution's requirements with extras; from pyproject.toml if it is not installed."""
     try:
         return requires(DISTRIBUTION) or []
     except PackageNotFoundError:
@@ -85,26 +85,26 @@ def requirements_of_longctx() -> list[str]:
 
 
 def _wanted(requirements: list[str]) -> dict[str, str]:
-    """The versions asked for, by name: what an extra asks for counts too, since it is checked only where installed."""
+    """Return the required versions by name. Extras count too, because only installed packages are checked."""
     wanted: dict[str, str] = {}
     for line in requirements:
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
-            # A URL, say, in the place of a version: there is nothing to compare.
+            # For example a URL in place of a version, which cannot be compared.
             continue
-        # Others are libraries of which any version that pip took will do.
+        # For other libraries any version that pip chose is fine.
         if requirement.name in PACKAGES and requirement.specifier:
             wanted[requirement.name] = str(requirement.specifier)
     return wanted
 
 
 def _lies_in(found: str, versions: str) -> bool:
-    """Whether a version is one of ``versions``; a beta counts as what it is a beta of."""
+    """Return whether a version satisfies ``versions``; prereleases are allowed."""
     try:
         return SpecifierSet(versions).contains(found, prereleases=True)
     except InvalidVersion:
-        # A version in no known form says nothing.
+        # A version in an unknown format cannot be compared.
         return True
 
 
@@ -113,17 +113,17 @@ def _failure(value: str, advice: str) -> Finding:
 
 
 def source_hash() -> str:
-    """16 hexadecimal digits of every source file of the four packages as they were imported."""
+    """Return 16 hexadecimal digits that hash every source file of the four packages as imported."""
     folders = [Path(package.__path__[0]) for package in (data_pipeline, launcher, longctx, parallel)]
     return hash_folders(folders)
 
 
 def hash_folders(folders: Iterable[Path]) -> str:
-    """The same of any folders: names, paths below them and contents count, where the folders lie does not."""
+    """Return the same hash for any folders, by their names, relative paths and contents, but not their location."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCE_ENDINGS):
-            # Hashes of hashes: a byte that moves from one file to the next changes the sum.
+            # Hash of hashes: moving a byte from one file to the next changes the result.
             name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             digest.update(f"{name}\0{content}\0".encode())

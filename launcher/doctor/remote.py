@@ -1,4 +1,4 @@
-"""Asking another machine: ``doctor`` starts a worker there over ssh, as pdsh would start ranks."""
+"""Ask another machine: ``doctor`` starts a worker there over ssh, as pdsh would start ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REFERENCE = re.compile(r"(\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\}
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a host said, and how its clock stands to ours."""
+    """Answer of a host, with its clock's offset from ours."""
 
     machine: Machine
     seconds: float
@@ -45,14 +45,14 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class NoAnswer:
-    """Why a host's answer cannot be used."""
+    """Reason why a host has no usable answer, with advice."""
 
     why: str
     advice: str
 
 
 def ask(host: str, options: Options, *, timeout: float = ANSWER_SECONDS) -> Answer | NoAnswer:
-    """Examine ``host`` over ssh, with this machine's Python and in this folder. ClusterError for no name of a host."""
+    """Examine ``host`` over ssh with this machine's Python and folder. Raise ClusterError for an invalid host name."""
     command = ssh_command(host, line_there(WORKER))
     started = time.monotonic()
     try:
@@ -71,7 +71,7 @@ def ask(host: str, options: Options, *, timeout: float = ANSWER_SECONDS) -> Answ
 
 
 def _no_answer(session: Session, why: str, *, is_late: bool) -> NoAnswer:
-    """Say what a worker's error, or ssh's exit code, means."""
+    """Explain a worker's error or ssh's exit code."""
     if is_late:
         return NoAnswer(why=why, advice=f"Try by hand: {BY_HAND}")
     code = session.exit_code
@@ -79,7 +79,7 @@ def _no_answer(session: Session, why: str, *, is_late: bool) -> NoAnswer:
         said = session.last_words()
         return NoAnswer(why=f"ssh failed: {said}", advice=_advice_on_ssh(said))
     if code:
-        # The shell there could not change to the folder, or found no Python, or one without our packages.
+        # The remote shell could not enter the folder, or found no Python, or one without our packages.
         advice = f"The same folder and environment must be there: {Path.cwd()} and {sys.executable}"
         return NoAnswer(why=f"doctor does not run there: {session.last_words()}", advice=advice)
     return NoAnswer(why=why, advice="Does it run another version of longctx? Copy this machine's folder there")
@@ -95,7 +95,7 @@ _ADVICE_ON_SSH = {
 
 
 def _advice_on_ssh(said: str) -> str:
-    """What to do where ssh itself failed."""
+    """Return advice for a failure of ssh itself."""
     for part, advice in _ADVICE_ON_SSH.items():
         if part in said:
             return advice
@@ -103,9 +103,9 @@ def _advice_on_ssh(said: str) -> str:
 
 
 def ssh_command(host: str, command: str) -> list[str]:
-    """The words that start ``command`` in a shell of ``host``, without ever asking for a password.
+    """Return the arguments that run ``command`` in a shell on ``host`` without ever asking for a password.
 
-    The variable by which pdsh is given options of ssh counts here too. ClusterError for no name of a host.
+    PDSH_SSH_ARGS_APPEND, which gives ssh options to pdsh, is respected. Raise ClusterError for an invalid host name.
     """
     check_host_name(host)
     more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
@@ -113,9 +113,9 @@ def ssh_command(host: str, command: str) -> list[str]:
 
 
 def line_there(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
-    """The line for a host's shell that starts this Python with ``words``: every word of it is quoted.
+    """Return the line for a host's shell that starts this Python with ``words``, every word quoted.
 
-    As deepspeed's pdsh does, it sets variables, goes to this folder, and takes this Python.
+    Like deepspeed's pdsh, it sets variables, enters this folder, and uses this Python.
     """
     before = exports(environment, environment_files())
     return f"{before}cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([sys.executable, *words])}"
@@ -125,7 +125,7 @@ def line_there(words: Sequence[str], environment: Mapping[str, str] = os.environ
 
 
 def check_environment_files(paths: Sequence[Path]) -> list[Finding]:
-    """Return a finding for each line that is no assignment, or of which a shell on another host would run a part."""
+    """Return a finding for each line that is no assignment, or has a part that a shell on another host would run."""
     findings = []
     for path in paths:
         for number, line in enumerate(_lines(path), 1):
@@ -138,8 +138,8 @@ def check_environment_files(paths: Sequence[Path]) -> list[Finding]:
 
 
 def exports(environment: Mapping[str, str], paths: Sequence[Path]) -> str:
-    """Assignments for a shell, each ending in ``;``. Values may refer to variables there (`$PATH`), and run nothing."""
-    # Of what deepspeed hands over by itself, all that a check depends on.
+    """Return shell assignments, each ending in ``;``. Values may refer to variables (`$PATH`) but run no command."""
+    # From the variables that deepspeed passes on, those that a check depends on.
     prefixes = ("PYTHON",)
     if torch.cuda.is_available():
         prefixes = ("PYTHON", "NCCL")
@@ -157,12 +157,12 @@ def _lines(path: Path) -> list[str]:
 
 
 def _literal(value: str) -> str:
-    """A word that a shell reads as it is."""
+    """Quote a word so that a shell reads it literally."""
     return '"' + re.sub(r'([\\"`$])', r"\\\1", value) + '"'
 
 
 def _expanding(value: str) -> str:
-    """The same with references to variables left to the shell, as deepspeed leaves them."""
+    """Quote a word but leave references to variables to the shell, as deepspeed does."""
     parts = _REFERENCE.split(value)
     # Every second part is a reference.
     parts[::2] = [_literal(part)[1:-1] for part in parts[::2]]

@@ -1,4 +1,4 @@
-"""A worker on another machine, or on this one: orders to it, and answers that come in time or not at all."""
+"""Session with a worker on another machine or on this one: orders, and answers within a time limit."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Answer = TypeVar("Answer")
 
 
 class Session:
-    """One worker process, by its standard input and output."""
+    """Worker process, connected by its standard input and output."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
-        """Start ``command``; ``name`` is what findings call the worker. ClusterError where there is no such program."""
+        """Start ``command``; findings call the worker ``name``. Raise ClusterError if the program does not exist."""
         self.name = name
         pipe = subprocess.PIPE
         try:
@@ -43,9 +43,9 @@ class Session:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        # Threads read both streams: a pipe that is full would stop the worker.
+        # Threads read both streams: a full pipe would block the worker.
         self._stdin = self._process.stdin
-        # Bounded: whoever talks without end is not listened to, and fills no memory.
+        # Bounded: a worker with endless output cannot fill the memory.
         self._answers: Queue[str | None] = Queue(maxsize=2)
         self._complaint: deque[str] = deque(maxlen=_LAST_LINES)
         self._readers = [
@@ -56,7 +56,7 @@ class Session:
             reader.start()
 
     def ask(self, seconds: float, kind: TypeAdapter[Answer], **order: Any) -> Answer:
-        """Return the answer to an order. ClusterError if none comes in so many seconds, or it is not of this kind."""
+        """Return the answer to an order. Raise ClusterError if it is of another kind or not there in ``seconds``."""
         try:
             self._stdin.write(f"{json.dumps(order)}\n")
             self._stdin.flush()
@@ -64,7 +64,7 @@ class Session:
         except Empty as error:
             raise ClusterError(f"no answer within {seconds:.0f} s") from error
         except OSError:
-            # It has ended already; why is told in the same words as where it ends now.
+            # It has ended already: report this like an end while waiting.
             line = None
         if line is None:
             raise ClusterError(f"it ended: {self.last_words()}")
@@ -72,12 +72,12 @@ class Session:
 
     @property
     def exit_code(self) -> int | None:
-        """The code with which the worker ended; None if it runs."""
+        """Exit code of the worker; None while it runs."""
         return self._process.poll()
 
     def close(self) -> None:
-        """End the worker: it does so by itself when its standard input ends."""
-        # What was not sent any more makes closing fail.
+        """End the worker by closing its standard input; kill it if that does not help."""
+        # Closing fails if there is unsent data.
         with contextlib.suppress(OSError):
             self._stdin.close()
         try:
@@ -85,12 +85,12 @@ class Session:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        # A connection that ssh keeps for later (ControlPersist) keeps these streams open; nobody waits for them.
+        # A persistent ssh connection (ControlPersist) keeps these streams open: do not wait for their end.
         for reader in self._readers:
             reader.join(1.0)
 
     def _read(self, stream: IO[str]) -> None:
-        """Keep the lines that are answers, until there are no more."""
+        """Queue the lines that are answers until the stream ends."""
         while line := stream.readline(_LONGEST_LINE):
             if line.startswith(MARK):
                 self._answers.put(line.removeprefix(MARK))
@@ -102,7 +102,7 @@ class Session:
             self._complaint.append(line)
 
     def last_words(self) -> str:
-        """Wait a little for the worker to end; return its last line of standard error, or its exit code."""
+        """Wait briefly for the worker to end; return its last line of standard error, or its exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._readers[1].join(1.0)
@@ -113,7 +113,7 @@ class Session:
 
 
 def read_answer(line: str, kind: TypeAdapter[Answer]) -> Answer:
-    """Return the answer in a line of JSON. ClusterError if it is of another kind, or says that there is a problem."""
+    """Parse the answer in a line of JSON. Raise ClusterError if it is malformed or reports a problem."""
     try:
         value = from_json(line)
         if isinstance(value, dict) and value.get("problem"):
@@ -129,7 +129,7 @@ def read_answer(line: str, kind: TypeAdapter[Answer]) -> Answer:
 
 
 def close_all(sessions: Sequence[Session]) -> None:
-    """End all workers at the same time."""
+    """Close all sessions at the same time."""
     threads = [threading.Thread(target=session.close, daemon=True) for session in sessions]
     for thread in threads:
         thread.start()

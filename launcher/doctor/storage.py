@@ -1,4 +1,4 @@
-"""The folder that runs are written to, whether other machines see it too, and shared memory."""
+"""Checks of the run folder and its visibility on other machines, and of shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_PROBE_BYTES = 64
 
 
 def existing_part(folder: Path) -> Path:
-    """``folder`` as an absolute path, or its nearest parent that exists: nothing is made by looking."""
+    """Return the absolute path of ``folder`` or of its nearest existing parent, without creating any folder."""
     folder = folder.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
@@ -35,7 +35,7 @@ def existing_part(folder: Path) -> Path:
 
 
 def check_folder(folder: Path) -> list[Finding]:
-    """Free space of a folder that exists, and how fast a file there is written, through to the disk."""
+    """Check an existing folder's free space and write speed, synced to disk."""
     free = shutil.disk_usage(folder).free
     size = f"{free / 2**30:.1f} GiB free in {folder}"
     if free < len(_CHUNK) * _MOST_CHUNKS * 4:
@@ -45,7 +45,7 @@ def check_folder(folder: Path) -> list[Finding]:
     except OSError as error:
         value = printable(f"{folder} cannot be written: {error.strerror}")
         return [Finding.of("folder", value, "Give a --folder that you may write to", "fail")]
-    # How much a run needs depends on its model, which doctor does not know.
+    # The space that a run needs depends on its model, which doctor does not know.
     space, slow = "", ""
     if free < _FEW_BYTES:
         space = "A checkpoint holds weights, masters and moments: compare with the model, and set checkpoint.keep_last"
@@ -56,40 +56,40 @@ def check_folder(folder: Path) -> list[Finding]:
 
 
 def write_speed(folder: Path) -> float:
-    """Bytes per second of a file of at most 64 MiB, written and synced, which is gone afterwards."""
-    # Without a name: nothing is left where the process is killed.
+    """Return the speed, in bytes per second, of writing and syncing a temporary file of at most 64 MiB."""
+    # An unnamed file leaves no remains if the process is killed.
     with TemporaryFile(dir=folder, buffering=0) as file:
         started = time.perf_counter()
         written, seconds = 0, 0.0
         while written < _MOST_CHUNKS and seconds < _MOST_SECONDS:
             written += 1
             file.write(_CHUNK)
-            # Without it the speed would be that of the machine's memory.
+            # Without fsync this would measure the machine's memory.
             os.fsync(file.fileno())
             seconds = time.perf_counter() - started
     return written * len(_CHUNK) / max(seconds, 1e-9)
 
 
 def check_shared_memory(num_gpus: int, folder: Path = Path("/dev/shm")) -> Finding:
-    """The size of /dev/shm, through which NCCL moves data between GPUs of a machine that have no direct link."""
+    """Check the size of /dev/shm, which NCCL uses between GPUs of a machine without a direct link."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
         return Finding.of("shared memory", f"{folder} is not there", "Mount a tmpfs")
     advice = ""
-    # A container has 64 MiB unless told otherwise. One rank on a GPU, and gloo, take nothing of it.
+    # A container has 64 MiB by default. A single GPU rank, and gloo, do not use it.
     if num_gpus > 1 and usage.free < _LITTLE_SHARED_MEMORY:
         advice = "NCCL may fail with `unhandled system error`: docker run --shm-size=1g (or --ipc=host)"
     value = f"{usage.total / 2**30:.1f} GiB in {folder}, {usage.free / 2**30:.1f} GiB free"
     return Finding.of("shared memory", value, advice)
 
 
-# The file by which two machines find out whether they see the same folder.
+# The file that shows whether two machines see the same folder.
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A file with a random name and random content."""
+    """File with a random name and random content."""
 
     name: str
     content: str
@@ -97,10 +97,10 @@ class Probe:
 
 @contextmanager
 def probe_in(folder: Path) -> Iterator[Probe]:
-    """Within the block the file is there; OSError where the folder cannot be written."""
+    """Create a probe for the duration of the block. Raise OSError if the folder cannot be written."""
     probe = Probe(f".longctx-doctor-{secrets.token_hex(16)}", secrets.token_hex(16))
     path = folder / probe.name
-    # "x": what stands there already is nobody's probe.
+    # "x": an existing file cannot be our probe.
     with path.open("x") as file:
         file.write(probe.content)
     try:
@@ -110,12 +110,15 @@ def probe_in(folder: Path) -> Iterator[Probe]:
 
 
 def read_probe(folder: Path, name: str) -> str | None:
-    """What this machine reads in the file; None where it sees no such file. ConfigError for any other file's name."""
+    """Return the probe's content on this machine; None if it cannot be read.
+
+    Raise ConfigError for any other file name.
+    """
     if not _PROBE_NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not a file that doctor writes.")
     try:
         with (folder / name).open("rb") as file:
-            # Not all of it: somebody may have put a large file there.
+            # Read a limited size: another user may have put a large file there.
             return file.read(_MOST_PROBE_BYTES).decode("ascii", errors="replace")
     except OSError:
         return None

@@ -1,7 +1,7 @@
-"""The process that doctor starts on every host: ``python -m launcher.doctor.worker``.
+"""Worker process that doctor starts on every host: ``python -m launcher.doctor.worker``.
 
-Orders come on standard input, one JSON object a line; each is answered by one line on standard output that begins with
-``MARK``. The end of standard input ends the process, whatever it waits for: whoever asked is gone.
+Orders come on standard input, one JSON object per line. Each is answered by one line on standard output that begins
+with ``MARK``. The end of standard input ends the process at once, even while it waits, because the caller is gone.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _READ_BY_LIBRARIES = ("GLOO_", "NCCL_", "UCX_")
 
 
 class Worker:
-    """One host's part, order by order."""
+    """One host's part of the checks, order by order."""
 
     def __init__(self) -> None:
-        """Open nothing yet."""
-        # Ports that others try stay open until the process ends.
+        """Prepare without opening any port."""
+        # Ports that other hosts try stay open until the process ends.
         self._meeting_place: Listener | None = None
         self._listener: Listener | None = None
         self._orders: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -51,8 +51,8 @@ class Worker:
         }
 
     def obey(self, order: dict[str, Any]) -> Any:
-        """Return the answer to an order; ``problem`` in it says on one line why there is none."""
-        # One phase that fails is an answer; the next order may succeed.
+        """Return the answer to an order, or a dict with the reason as ``problem`` on one line."""
+        # A failed phase is an answer too; the next order may succeed.
         try:
             return self._orders[order.pop("do")](order)
         except (LongCtxError, OSError, RuntimeError) as error:
@@ -62,20 +62,20 @@ class Worker:
         return asdict(examine(Options(**{**order, "folder": Path(order["folder"])})))
 
     def _lead(self, order: dict[str, Any]) -> tuple[str, int]:
-        """Listen where the ranks of a run would meet: at this host, which is the first one."""
+        """Listen at the meeting place of a run's ranks on this host, which is the first one."""
         address = "127.0.0.1"
         if order["over_ssh"]:
             address = _first_own_address()
-        # All interfaces, as PyTorch's store.
+        # All interfaces, like PyTorch's store.
         try:
             self._meeting_place = Listener("", order["port"], order["word"])
         except OSError:
-            # What is wrong with the port is a finding of its own; hosts can try another one all the same.
+            # A problem with the port is a separate finding; hosts can still try another port.
             self._meeting_place = Listener("", 0, order["word"])
         return address, self._meeting_place.port
 
     def _listen(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Listen where gloo would, and tell of this machine's network."""
+        """Listen at gloo's interface and return this machine's network."""
         interfaces, adapters = read_interfaces(), read_adapters()
         environment = {key: text for key, text in os.environ.items() if key.startswith(_READ_BY_LIBRARIES)}
         name, address = gloo_choice(order["master"], interfaces)
@@ -95,15 +95,15 @@ class Worker:
         }
 
     def _nccl(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Start NCCL, together with the other ranks if there are any, and ask it for its network."""
+        """Start NCCL, together with the other ranks if there are any, and return its network."""
         if order["rank"] == 0 and self._listener is not None:
-            # The store takes its port, which all others have reached.
+            # The store uses this port, which all other hosts have reached.
             self._listener.close()
         return call_nccl(**order)
 
 
 def _first_own_address() -> str:
-    """The address of this machine at which deepspeed has the ranks of other machines meet. ClusterError without one."""
+    """Return this machine's address that deepspeed uses as the master address. Raise ClusterError if there is none."""
     try:
         said = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=_HOSTNAME_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -115,7 +115,7 @@ def _first_own_address() -> str:
 
 
 def _machine() -> str:
-    """What two names of one machine have in common, and two machines have not."""
+    """Return an identifier shared by all names of one machine but by no two machines."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -123,7 +123,7 @@ def _machine() -> str:
 
 
 def _orders() -> Iterator[dict[str, Any]]:
-    """The orders, one after another; the end of standard input ends the process at once."""
+    """Yield the orders one after another; the end of standard input ends the process at once."""
     waiting: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
     def read() -> None:
@@ -138,16 +138,16 @@ def _orders() -> Iterator[dict[str, Any]]:
 
 
 def _own_output() -> TextIO:
-    """Standard output, which from here on is this stream alone: what libraries print goes to standard error."""
+    """Return a stream for standard output, and redirect all other output, such as libraries', to standard error."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return output
 
 
 def main() -> None:
-    """Answer orders until there are no more."""
+    """Answer orders until standard input ends."""
     output, worker = _own_output(), Worker()
-    # Sums of ranks need no cores, which the ranks of other workers on this machine use.
+    # The tiny sums of the checks need no cores; leave them to the other workers on this machine.
     torch.set_num_threads(1)
     for order in _orders():
         output.write(f"{MARK}{json.dumps(worker.obey(order))}\n")

@@ -1,4 +1,4 @@
-"""What a model writes after a prompt: generated greedily, or read with the right answer in one pass.
+"""Answers of a model to prompts: generated greedily, or checked against the right answer in one forward pass.
 
 Axes: B rows, n tokens of the right answer, M model width, V vocabulary.
 """
@@ -23,7 +23,7 @@ from longctx.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A sample as ids: what every rank that shares the prompt is given."""
+    """Sample as ids, as given to every rank that shares the prompt."""
 
     ids: list[int]
     max_new_tokens: int
@@ -32,29 +32,29 @@ class Prompt:
 
 
 def prompt_of(task: Task, sample: Sample, tokenizer: Tokenizer, options: Options) -> Prompt:
-    """The prompt of a sample, with its target from ``options.teacher_forced_from`` tokens on."""
+    """Return the prompt of a sample, with its target from ``options.teacher_forced_from`` tokens on."""
     ids = tokenizer.encode_prompt(sample.prompt)
     target_ids = None
     if sample.length >= options.teacher_forced_from and is_same_event(task):
         whole = tokenizer.encode_prompt(sample.prompt + sample.target)
-        # Where the answer's first characters join the prompt's last token, the model never meets the prompt's own ids.
+        # If the answer's first characters merge with the prompt's last token, the prompt's ids are not a prefix.
         if whole[: len(ids)] == ids:
             target_ids = whole[len(ids) :]
     return Prompt(ids=ids, max_new_tokens=sample.answer_tokens, target_ids=target_ids)
 
 
 def is_same_event(task: Task) -> bool:
-    """Whether the score asks for an output that begins with the target, token by token the likeliest.
+    """Return whether the score only depends on whether the output begins with the target, which one pass can decide.
 
-    Other rules give a part of the score for other outputs, which have to be generated.
+    Other rules give partial scores for other outputs, which must be generated.
     """
     return isinstance(task, FittedTask) and task.rule is begins_with
 
 
 def write_answers(model: Decoder, prompts: Sequence[Prompt], tokenizer: Tokenizer, chunk_tokens: int) -> list[str]:
-    """The text after each prompt. Ranks that share the prompts call this alike, and get the same.
+    """Return the text after each prompt. Ranks that share the prompts make the same call and get the same result.
 
-    Those that are generated are under way together.
+    Prompts that need generation are batched.
     """
     ids: dict[int, list[int]] = {}
     generated: dict[int, list[int]] = {}
@@ -85,14 +85,14 @@ def _text_after(prompt: Prompt, ids: list[int], tokenizer: Tokenizer) -> str:
 
 @torch.no_grad()
 def forced(model: Decoder, prompt_ids: list[int], target_ids: list[int], chunk_tokens: int) -> list[int]:
-    """The tokens that greedy decoding begins with, as far as they are those of the target, and the one after them.
+    """Return the longest prefix of the target that greedy decoding would produce, and the one token after it.
 
-    The prompt is read as ever; then the target is read at once, in place of one token a step.
+    The prompt is read as usual; the target is then read in one pass instead of one token per step.
     """
     cache = model.new_cache()
     cache.expect(len(target_ids))
     last_BtM = read(model, prompt_ids, cache, chunk_tokens)[:, -1:]
-    # Given whole to every rank, as generated tokens are.
+    # Every rank gets all of it, as with generated tokens.
     chunk = cache.chunk(len(target_ids))
     device = last_BtM.device
     tokens_Bn = torch.tensor([target_ids], device=device)
@@ -100,7 +100,7 @@ def forced(model: Decoder, prompt_ids: list[int], target_ids: list[int], chunk_t
     logits_BnV = model.logits(torch.cat((last_BtM, hidden_BnM), dim=1))
     likeliest = logits_BnV[0].float().argmax(-1).tolist()
     for right, (wanted, token) in enumerate(zip(target_ids, likeliest, strict=False)):
-        # From here on greedy decoding would read another token than the target's.
+        # From here on greedy decoding would have read a different token.
         if token != wanted:
             return likeliest[: right + 1]
     return likeliest

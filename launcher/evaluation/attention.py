@@ -1,6 +1,6 @@
-"""What one head of a layer attends to in a text: the share of each block of keys in the attention of blocks of queries.
+"""Attention of one head to a text: the share of each block of keys in the attention of each block of queries.
 
-It is drawn as a picture of blocks, and of a short text as a page of tokens.
+It is drawn as a heat map of blocks, and for a short text also as a page of tokens.
 
 Axes: T tokens, N blocks of queries, G blocks of keys; blocks of both have the same size.
 """
@@ -46,7 +46,7 @@ _STEPS = 65535
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """One call of ``attention``."""
+    """Options of one ``attention`` call."""
 
     checkpoint: Path
     text: Path
@@ -66,7 +66,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMap:
-    """The mean share of a block of keys in the attention of a block's queries."""
+    """Mean share of each block of keys in the attention of each block of queries."""
 
     share_NG: np.ndarray
     is_seen_NG: np.ndarray
@@ -77,7 +77,7 @@ class AttentionMap:
 
 
 def draw_attention(options: AttentionOptions) -> list[Path]:
-    """Write the picture and its CSV, and for a short text the page; returns their paths."""
+    """Write the picture and its CSV, and for a short text also the page; return their paths."""
     folder = find_model(options.checkpoint)
     _, model, _ = open_reader(folder)
     call = softmax_call(model, options.layer, options.head)
@@ -89,7 +89,7 @@ def draw_attention(options: AttentionOptions) -> list[Path]:
         f"{checkpoint_name(folder)} · layer {options.layer}, head {options.head} · length {num_tokens:,} · "
         f"{datetime.now(UTC):%Y-%m-%d} · n = {num_tokens:,} queries"
     )
-    # Rounded up: the picture never has more blocks than were asked for.
+    # Rounded up: the picture never has more blocks than requested.
     block_tokens = -(-num_tokens // options.blocks)
     found = observe(folder, documents, call=call, head=options.head, block_tokens=block_tokens)
     name = f"attention_layer{options.layer}_head{options.head}"
@@ -103,7 +103,7 @@ def draw_attention(options: AttentionOptions) -> list[Path]:
 
 
 def softmax_call(model: ModelConfig, layer: int, head: int) -> int:
-    """The layer's number among those of softmax attention; ConfigError for one that the model does not have."""
+    """Return the layer's index among softmax attention layers. Raise ConfigError for an invalid layer or head."""
     if model.encoder_layers:
         raise ConfigError(
             "this model has an encoder, whose text the decoder reads: draw its cross attention, with --cross."
@@ -121,7 +121,7 @@ def softmax_call(model: ModelConfig, layer: int, head: int) -> int:
 
 
 def read_packed(path: Path, tokenizer: Tokenizer, length: int | None) -> list[list[int]]:
-    """A file as one document, or a folder's documents, packed into one row of ``length`` tokens."""
+    """Read a file as one document, or pack a folder's documents into one row of ``length`` tokens."""
     if path.is_file():
         try:
             documents = [tokenizer.encode_prompt(path.read_text(encoding="utf-8"))]
@@ -141,7 +141,7 @@ def read_packed(path: Path, tokenizer: Tokenizer, length: int | None) -> list[li
 
 
 def _cut(documents: Iterator[list[int]] | Sequence[list[int]], length: int) -> Iterator[list[int]]:
-    """Yield documents up to so many tokens together, the last one cut."""
+    """Yield documents up to ``length`` tokens in total, truncating the last one."""
     for ids in documents:
         if length <= 0:
             return
@@ -161,7 +161,7 @@ def _check_positions(model: ModelConfig, documents: list[list[int]]) -> None:
 
 @torch.no_grad()
 def observe(folder: Path, documents: list[list[int]], *, call: int, head: int, block_tokens: int) -> AttentionMap:
-    """Read the documents in one row, as in training, and average what the head's queries attend to."""
+    """Read the documents in one row, as in training, and average the attention of the head's queries."""
     ids = [token for document in documents for token in document]
     core = ObservedAttention(call=call, head=head, groups_T=torch.arange(len(ids)) // block_tokens)
     model = load_model(folder, cores={"softmax": core})
@@ -180,7 +180,7 @@ def observe(folder: Path, documents: list[list[int]], *, call: int, head: int, b
 
 
 def _by_block(values_TG: torch.Tensor, block_tokens: int, how: str) -> np.ndarray:
-    """The mean or the maximum over the queries of each block, [N, G]."""
+    """Reduce over the queries of each block by mean or maximum, [N, G]."""
     num_tokens, num_blocks = values_TG.shape
     block_T = (torch.arange(num_tokens) // block_tokens)[:, None].expand(-1, num_blocks)
     result_NG = values_TG.new_zeros(num_blocks, num_blocks)
@@ -188,14 +188,14 @@ def _by_block(values_TG: torch.Tensor, block_tokens: int, how: str) -> np.ndarra
 
 
 def spelt(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """The text of each token; a character of several tokens stands at its last one."""
+    """Return the text of each token; a character of several tokens is given to its last one."""
     stream = TextStream(tokenizer.decode, ids[:1])
     parts = [tokenizer.decode(ids[:1]) or tokenizer.piece(ids[0])]
     return parts + [stream.add(token) or _silent(tokenizer, token) for token in ids[1:]]
 
 
 def _silent(tokenizer: Tokenizer, token: int) -> str:
-    """What stands for a token without text: a control id's own name, or a dot for a part of a character."""
+    """Return a placeholder for a token without text: a control id's own name, or a dot for a part of a character."""
     if tokenizer.decode([token]):
         return "·"
     return tokenizer.piece(token)
@@ -208,7 +208,7 @@ def _write_picture(path: Path, found: AttentionMap, caption: str) -> list[Path]:
 
 
 def csv_rows(found: AttentionMap) -> Rows:
-    """A row for each pair of blocks that the mask allows."""
+    """Return a row for each pair of blocks that the mask allows."""
     size, num_tokens = found.block_tokens, found.bounds[-1]
     return [
         {
@@ -224,12 +224,12 @@ def csv_rows(found: AttentionMap) -> Rows:
 
 @styled
 def map_figure(found: AttentionMap, caption: str, name: str) -> str:
-    """Queries down, keys across, on a fixed log scale; what the mask forbids is blank, lines part documents."""
+    """Draw queries down and keys across on a fixed log scale; masked blocks are blank, and lines separate documents."""
     num_tokens, size = found.bounds[-1], found.block_tokens
     figure, (axes,) = new_figure(1, height=7.6)
-    # Blank and not dark: a key that may not be seen is another thing than one that is not looked at.
+    # Blank and not dark: a masked key is different from a key without attention.
     shares = np.ma.masked_where(~found.is_seen_NG, np.maximum(found.share_NG, LEAST))
-    # An image and not a mesh: ten thousand shapes would be a megabyte of text.
+    # An image instead of a mesh: ten thousand shapes would be a megabyte of text.
     end = len(shares) * size
     image = axes.imshow(
         shares,
@@ -256,8 +256,8 @@ def map_figure(found: AttentionMap, caption: str, name: str) -> str:
 
 
 def token_page(found: AttentionMap, documents: list[list[str]], caption: str) -> str:
-    """A page with the text, on which the token under the pointer shows what it attends to. Blocks are single tokens."""
-    # Two bytes a share: as text each would take ten.
+    """Return a page with the text that shows the attention of the token under the pointer. Blocks are single tokens."""
+    # Two bytes per share: as text each would take ten.
     shares = np.rint(found.share_NG.clip(0, 1) * _STEPS).astype("<u2")
     starts = accumulate((len(tokens) for tokens in documents), initial=0)
     return fill_template(

@@ -1,4 +1,4 @@
-"""On what, and in which parts, a checkpoint's decoder computes: what ``evaluate`` and ``generate`` have in common."""
+"""Device, dtype and division of a checkpoint's computation, shared by ``evaluate`` and ``generate``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """The ranks and the device. Every rank has the same."""
+    """Settings of ranks and device, equal on every rank."""
 
     chunk_tokens: int = 4096
     """Tokens that are read at a time, on however many ranks."""

@@ -1,4 +1,4 @@
-"""What one head of cross attention attends to: each token of a target against each token of its source.
+"""Cross attention of one head: each token of a target against each token of its source.
 
 Axes: T tokens of the target, S of the source.
 """
@@ -34,7 +34,7 @@ MOST_TOKENS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class CrossOptions:
-    """One call of ``attention --cross``."""
+    """Options of one ``attention --cross`` call."""
 
     checkpoint: Path
     text: Path
@@ -48,7 +48,7 @@ class CrossOptions:
 
 
 def draw_cross_attention(options: CrossOptions) -> list[Path]:
-    """Write the picture and its CSV; returns their paths."""
+    """Write the picture and its CSV; return their paths."""
     folder = find_model(options.checkpoint)
     _, model, _ = open_reader(folder)
     _check(model, options, folder)
@@ -73,7 +73,7 @@ def draw_cross_attention(options: CrossOptions) -> list[Path]:
 
 
 def _check(model: ModelConfig, options: CrossOptions, folder: Path) -> None:
-    """ConfigError for a model without cross attention, or a layer or head that it does not have."""
+    """Raise ConfigError for a model without cross attention, or for an invalid layer or head."""
     if not model.encoder_layers:
         raise ConfigError(f"{folder} has no encoder (model.encoder_layers=0), so nothing to draw. Leave --cross out.")
     for name, value, count in (("layer", options.layer, model.num_layers), ("head", options.head, model.num_heads)):
@@ -82,7 +82,7 @@ def _check(model: ModelConfig, options: CrossOptions, folder: Path) -> None:
 
 
 def _check_side(model: ModelConfig, ids: list[int], name: str) -> None:
-    """Raise ConfigError if a side has more tokens than the picture has room for, or the model positions."""
+    """Raise ConfigError if a side has more tokens than fit the picture or the model's positions."""
     if len(ids) > MOST_TOKENS:
         room = min(MOST_TOKENS, model.max_positions)
         raise ConfigError(
@@ -102,7 +102,7 @@ def _read(path: Path, option: str) -> str:
 def _target(
     options: CrossOptions, folder: Path, model: ModelConfig, tokenizer: Tokenizer, source: list[int]
 ) -> list[int]:
-    """The target as the decoder reads it: its start, and what is written."""
+    """Return the target as the decoder reads it: its start, then the given text or the model's output."""
     start = [start_of_targets(tokenizer)]
     if options.target is not None:
         target = start + tokenizer.encode(_read(options.target, "--target")).tolist()
@@ -116,7 +116,7 @@ def _target(
 
 @torch.no_grad()
 def observe(folder: Path, source: list[int], target: list[int], *, layer: int, head: int) -> np.ndarray:
-    """The share of each source token in the head's attention of each target token, [T, S]."""
+    """Return the share of each source token in the head's attention of each target token, [T, S]."""
     core = ObservedAttention(call=layer, head=head, groups_T=torch.arange(len(source)))
     model = load_model(folder, cores={"cross": core})
     count = len(source)
@@ -135,7 +135,7 @@ def observe(folder: Path, source: list[int], target: list[int], *, layer: int, h
 
 @styled
 def cross_figure(weights_TS: np.ndarray, target: list[str], source: list[str], caption: str, name: str) -> str:
-    """Tokens of the target down, of the source across; a square is the darker the more is read there."""
+    """Draw target tokens down and source tokens across, with the attention as the color of each square."""
     height = 2.2 + 0.19 * len(target)
     figure, (axes,) = new_figure(1, height=height)
     image = axes.imshow(weights_TS, cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest", aspect="auto")

@@ -1,7 +1,8 @@
-"""``evaluate --tasks masked,pairs``: what an encoder says of masked tokens, and of two segments, on held-out rows.
+"""``evaluate --tasks masked,pairs``: score an encoder on masked tokens and on segment pairs of held-out rows.
 
-Rows are packed and masked as in training, the same ones each time. Beside a pair head's accuracy stands that of a rule
-without a model: segments stand together if they share words enough, by the threshold that is best on these very rows.
+Rows are packed and masked as in training, the same ones each time. A pair head's accuracy is reported together with
+that of a rule without a model: segments belong together if they share enough words, by the threshold that is best on
+these same rows.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _LEAST_ROW, _LEAST_SEGMENTS = 2, 5
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Computation):
-    """What a user asks for."""
+    """Options of the tasks ``masked`` and ``pairs``."""
 
     checkpoint: Path
     output: Path
@@ -74,9 +75,9 @@ class Options(Computation):
 
 
 def measure(options: Options, progress: Progress) -> dict[str, Any]:
-    """Evaluate on the ranks that a launcher started, or in this process; returns the scores, on rank 0. Collective.
+    """Evaluate on the ranks that a launcher started, or in this process; return the scores on rank 0. Collective.
 
-    ConfigError for a causal model, and for pairs without a pair head.
+    Raise ConfigError for a causal model, and for pairs without a pair head.
     """
     with joined_ranks(options) as device:
         opened = on_every_rank(lambda: _open(options))
@@ -95,7 +96,7 @@ def measure(options: Options, progress: Progress) -> dict[str, Any]:
 
 
 def _share(documents: PackedDocuments, mesh: Mesh) -> Share:
-    """This rank's tokens of a row."""
+    """Return this rank's tokens of a row."""
     parts = num_parts(LAYOUT, mesh.context)
     padded = documents.padded(-(-documents.num_tokens // parts) * parts)
     layout = SequenceLayout.build(LAYOUT, padded.num_tokens, mesh.context, padded, causal=False)
@@ -103,10 +104,10 @@ def _share(documents: PackedDocuments, mesh: Mesh) -> Share:
 
 
 class Scores:
-    """Sums over rows of what the model says."""
+    """Sums of losses and correct predictions over rows."""
 
     def __init__(self) -> None:
-        # Targets, their losses, right ones; then pairs, and right ones.
+        # Targets, their losses, correct ones; then pairs, and correct ones.
         self.sums = torch.zeros(5, dtype=torch.float64)
 
     @torch.no_grad()
@@ -127,12 +128,12 @@ class Scores:
         self.sums[3:] += torch.tensor([len(firsts), int((said_F == order_N[firsts]).sum())], dtype=torch.float64)
 
     def over_ranks(self) -> Tensor:
-        """The sums of all ranks. Collective."""
+        """Return the sums over all ranks. Collective."""
         return sum_over_ranks(self.sums)
 
 
 def _open(options: Options) -> OpenedModel:
-    """Open an encoder."""
+    """Open an encoder. Raise ConfigError if it is not one, or lacks a required pair head."""
     opened = open_model(options.checkpoint, None)
     if opened.model.causal or opened.model.encoder_layers:
         raise ConfigError(
@@ -148,7 +149,7 @@ def _open(options: Options) -> OpenedModel:
 
 
 def _loader(options: Options, opened: OpenedModel, mesh: Mesh) -> ValidationLoader:
-    """The held-out rows, one in a micro-batch."""
+    """Build the loader of the held-out rows, one per micro-batch."""
     data: dict[str, Any] = {}
     run = run_of(opened.folder)
     if run is not None and (run / CONFIG_FILE).is_file():
@@ -176,7 +177,7 @@ def _loader(options: Options, opened: OpenedModel, mesh: Mesh) -> ValidationLoad
 
 
 def _check_row(seq_len: int, least: int, what: str) -> None:
-    """Raise ConfigError if a row is too short for what it holds."""
+    """Raise ConfigError if a row is too short for its required tokens."""
     if seq_len < least:
         raise ConfigError(
             f"--lengths {seq_len}: a row has at least {least} tokens, {what}. Take {least} or more; without the option "
@@ -185,7 +186,7 @@ def _check_row(seq_len: int, least: int, what: str) -> None:
 
 
 def _text(options: Options, opened: OpenedModel, run: Path | None) -> ShardSet:
-    """The folder of texts that was named, else what the checkpoint's run held out."""
+    """Return the named folder of texts, by default the held-out split of the checkpoint's run."""
     found = held_out_shards(options.text, run, option="--haystack")
     if found is not None:
         return found
@@ -196,7 +197,7 @@ def _text(options: Options, opened: OpenedModel, run: Path | None) -> ShardSet:
 
 
 def _write(options: Options, opened: OpenedModel, loader: ValidationLoader, sums: Tensor) -> dict[str, Any]:
-    """Write the scores, and return them."""
+    """Write the scores and return them."""
     targets, loss, right, pairs, right_pairs = sums.tolist()
     scores: dict[str, Any] = {"model": opened.name, "rows": loader.num_rows, "row_tokens": loader.seq_len}
     if targets:
@@ -210,7 +211,7 @@ def _write(options: Options, opened: OpenedModel, loader: ValidationLoader, sums
 
 
 def word_overlap_accuracy(loader: ValidationLoader) -> float:
-    """Share of pairs that the best threshold of common tokens tells right, read of whole rows as they were written."""
+    """Return the share of pairs classified correctly by the best threshold of common tokens, on full unmasked rows."""
     shares, orders = [], []
     for row in range(loader.num_rows):
         for tokens, second, order in loader.segments(row):
@@ -218,9 +219,9 @@ def word_overlap_accuracy(loader: ValidationLoader) -> float:
             shares.append(len(first_words & second_words) / max(1, len(second_words)))
             orders.append(order)
     together = np.array(orders)[np.argsort(shares, kind="stable")] == 0
-    # Behind each place all are said to stand together, and before it none.
+    # For each cut: all pairs after it are classified as belonging together, and none before it.
     right = np.concatenate([[0], np.cumsum(~together)]) + np.concatenate([np.cumsum(together[::-1])[::-1], [0]])
-    # Ties may not be cut.
+    # A cut must not separate ties.
     ordered = np.sort(shares)
     may_cut = np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])
     return float(right[may_cut].max() / max(1, len(orders)))

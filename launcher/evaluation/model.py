@@ -1,4 +1,4 @@
-"""Load a checkpoint's decoder for inference, on one process or over a mesh, and say how many prompts have memory."""
+"""Load a checkpoint's decoder for inference, on one process or a mesh, and compute how many prompts fit in memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LAYOUT = "zigzag"
 
 
 def build_decoder(opened: OpenedModel, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The checkpoint's decoder on this rank, ready to generate; of the experts those that the rank holds.
+    """Build the checkpoint's decoder on this rank, ready to generate, with only the experts that the rank holds.
 
-    CheckpointError unless the checkpoint holds exactly the decoder's tensors.
+    Raise CheckpointError unless the checkpoint has exactly the decoder's tensors.
     """
-    # A process that shares neither prompts nor experts needs none of what ranks agree on.
+    # A process that shares neither prompts nor experts needs no agreement between ranks.
     if mesh.context == 1:
         decoder = Decoder(opened.model, seed=None)
     else:
@@ -40,8 +40,8 @@ def build_decoder(opened: OpenedModel, mesh: Mesh, dtype: torch.dtype, device: t
 
 
 def check_finite(nll: torch.Tensor, folder: Path, name: str, dtype: str) -> None:
-    """CheckpointError unless every loss of a text is a number."""
-    # One such number would make every mean that it is part of another one, or none.
+    """Raise CheckpointError unless every loss of a text is finite."""
+    # A single such number would falsify every mean that contains it.
     if not nll.isfinite().all():
         raise CheckpointError(
             f"{folder}: the loss of {name!r} is not finite from token {int((~nll.isfinite()).nonzero()[0]) + 1} on: "
@@ -51,11 +51,11 @@ def check_finite(nll: torch.Tensor, folder: Path, name: str, dtype: str) -> None
 
 @torch.no_grad()
 def _fill(decoder: Decoder, opened: OpenedModel) -> None:
-    """Copy the checkpoint's weights into the decoder, one at a time: a second model never fits beside a large one."""
+    """Copy the checkpoint's weights into the decoder one at a time: a second copy of a large model does not fit."""
     wanted = decoder.state_dict()
     _check_names(opened, set(wanted))
     for name, values in _weights(opened.reader):
-        # Whole, so that every rank refuses it: a score of a broken model would look like a weak model's.
+        # Check the full tensor, so that every rank refuses it: a broken model's score would look like a weak model's.
         if not values.isfinite().all():
             raise CheckpointError(
                 f"{opened.folder}: {name} holds numbers that are not finite, so the model can say nothing.\n"
@@ -81,7 +81,7 @@ def _check_names(opened: OpenedModel, wanted: set[str]) -> None:
 
 
 def _weights(reader: Reader) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight; of our checkpoints the fp32 master, which is rounded once when it is copied."""
+    """Yield each weight; for our checkpoints the fp32 master, which is rounded once when it is copied."""
     if isinstance(reader, CheckpointReader):
         yield from reader.state_dict(torch.float32)
     else:
@@ -98,9 +98,9 @@ def fitting_together(
     chunk_tokens: int,
     most: int,
 ) -> int:
-    """How many sequences of so many tokens have memory on every rank: at most ``most``, at least one. Collective."""
+    """Return the number of sequences of ``num_tokens`` that fit on every rank, from one to ``most``. Collective."""
     of_one = cache_bytes(model, num_tokens, dtype, chunk_tokens=chunk_tokens, degree=mesh.context)
-    # Half of what is free: buffers that grow are copied, and a pass over a chunk needs memory of its own.
+    # Half of the free memory: growing buffers are copied, and a pass over a chunk needs memory of its own.
     fitting = free_bytes(device) // 2 // of_one
-    # Ranks that share sequences must have as many under way: the one with least memory decides.
+    # Ranks that share sequences must process the same number: the rank with the least memory decides.
     return max(1, min(most, min(gather_objects(fitting))))

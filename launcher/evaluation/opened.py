@@ -1,4 +1,4 @@
-"""A checkpoint or a Hugging Face folder that is opened to be evaluated or continued. No weight is read."""
+"""Open a checkpoint or a Hugging Face folder for evaluation or generation. No weight is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Reader = CheckpointReader | HfReader
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """A model's config, its tokenizer, and where its weights are."""
+    """Config and tokenizer of a model, with a reader of its weights."""
 
     folder: Path
     """The checkpoint, or the Hugging Face folder."""
@@ -37,15 +37,15 @@ class OpenedModel:
 
     @property
     def name(self) -> str:
-        """The model in a few words: run and step, or the folder."""
+        """Short name of the model: run and step, or the folder."""
         return checkpoint_name(self.folder)
 
 
 def open_model(checkpoint: Path, tokenizer: Path | None) -> OpenedModel:
     """Open a checkpoint, a run's newest one, or a Hugging Face folder.
 
-    An error of one screen where there is none, where it has no tokenizer and none is named, or where the one that is
-    named is another than its own.
+    Raise a short error if there is none, if it has no tokenizer and none is named, or if the named tokenizer differs
+    from its own.
     """
     folder = find_model(checkpoint)
     reader, model, fingerprint = open_reader(folder)
@@ -54,7 +54,7 @@ def open_model(checkpoint: Path, tokenizer: Path | None) -> OpenedModel:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run folder that a checkpoint is in; None where it stands by itself."""
+    """Return the run folder of a checkpoint; None if it is not in one."""
     parent = checkpoint.resolve().parent
     if parent.name == CHECKPOINTS:
         return parent.parent
@@ -62,7 +62,7 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def checkpoint_name(folder: Path) -> str:
-    """A checkpoint in a few words: run and step, or the folder."""
+    """Return the short name of a checkpoint: run and step, or the folder."""
     run = run_of(folder)
     if run is None:
         return folder.resolve().name
@@ -70,7 +70,7 @@ def checkpoint_name(folder: Path) -> str:
 
 
 def open_reader(folder: Path) -> tuple[Reader, ModelConfig, str]:
-    """The checkpoint, its model, and what its weights are told from others by."""
+    """Return the checkpoint's reader, its model, and a fingerprint of its weights."""
     if not is_hf_folder(folder):
         reader = CheckpointReader(folder)
         return reader, model_config(reader), reader.manifest["hash"]
@@ -83,7 +83,7 @@ def open_reader(folder: Path) -> tuple[Reader, ModelConfig, str]:
 
 
 def check_reads_text(opened: OpenedModel, asked: str) -> None:
-    """Raise ConfigError if the model cannot read a text by itself, from left to right. ``asked`` names what would."""
+    """Raise ConfigError if the model cannot read a text left to right without a source. ``asked`` names the request."""
     model = opened.model
     if model.encoder_layers:
         raise ConfigError(
@@ -107,14 +107,14 @@ def check_positions(
     beyond: bool,
     option: str | None = "pass --beyond-positions",
 ) -> None:
-    """ConfigError for more tokens than the model has positions for, unless ``beyond`` allows what there is.
+    """Raise ConfigError for more tokens than the model has positions, unless ``beyond`` allows it and they exist.
 
-    ``asked`` says what takes so many tokens, ``advice`` what fits, ``option`` how to go beyond, None if that is not
-    possible.
+    ``asked`` names the request for that many tokens, ``advice`` a request that fits, and ``option`` the way to go
+    beyond (None if that is not possible).
     """
     if num_tokens <= model.max_positions:
         return
-    # A learned table has no row for them: there is nothing to try.
+    # A learned table has no row for them, so going beyond is impossible.
     if model.position == "learned":
         raise ConfigError(f"{asked}: the model has {model.max_positions} learned positions. {advice}.")
     if not beyond:
@@ -126,7 +126,7 @@ def check_positions(
 
 
 def _sampled_bytes(path: Path) -> bytes:
-    """Some of a file's bytes: those of a large model take minutes to read, and training changes nearly every one."""
+    """Return samples of a file: reading a large model takes minutes, and training changes almost every byte."""
     size = path.stat().st_size
     with path.open("rb") as file:
         parts = []

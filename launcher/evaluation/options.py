@@ -1,4 +1,4 @@
-"""What a user asks of ``evaluate``, as values; checked by themselves, before any file is opened."""
+"""Options of ``evaluate``, checked by themselves before any file is opened."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NEEDS_FILE = {"ruler_qa_1": "squad", "ruler_qa_2": "hotpotqa"}
 
 @dataclass(frozen=True, kw_only=True)
 class LongPPL:
-    """Which tokens of a text need far context."""
+    """Rule for the tokens of a text that need far context."""
 
     truncation: int = 4096
     """Tokens of near context that a token always has."""
@@ -46,7 +46,7 @@ class LongPPL:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Computation):
-    """One call of ``evaluate``."""
+    """Options of one ``evaluate`` call."""
 
     checkpoint: Path
     output: Path
@@ -70,7 +70,7 @@ class Options(Computation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The names, so that a wrong one costs nothing.
+        # Check the names first, so that a wrong one fails at once.
         tasks, measures, _ = self.chosen()
         if self.chat:
             _check_asking(tasks, measures)
@@ -82,7 +82,7 @@ class Options(Computation):
             raise ConfigError(f"--teacher-forced-from {self.teacher_forced_from} must not be negative; 0 is always.")
         if self.longppl.truncation < 1 or self.longppl.window < 1:
             raise ConfigError(f"LongPPL wants a truncation and a window of at least 1 token, not {self.longppl}.")
-        # Every token of a short text has its whole context: there is nothing to compare.
+        # Every token of a short text has its full context: there is no far context to compare with.
         if "longppl" in self.tasks and max(self.lengths) <= self.longppl.truncation:
             raise ConfigError(
                 f"longppl compares with a context of {self.longppl.truncation} tokens, and --lengths "
@@ -90,7 +90,7 @@ class Options(Computation):
             )
 
     def chosen(self) -> tuple[list[Task], list[str], list[str]]:
-        """The tasks with a score, the measures, and the tasks of a group that lack the user's file."""
+        """Return the tasks with a score, the measures, and the tasks of a group that lack the user's file."""
         names = [name for name in self.tasks if name not in MEASURES]
         measures = [name for name in MEASURES if name in self.tasks]
         if not names and measures:
@@ -98,7 +98,7 @@ class Options(Computation):
         _check_names(names)
         tasks, left_out = [], []
         for task in find_tasks(names):
-            # A group is asked for as far as it can be had; a task by its own name is meant.
+            # A group includes only the tasks that can be run; a task by its own name is required.
             if self._lacks_file(task.name) and task.name not in names:
                 left_out.append(task.name)
             else:
@@ -110,22 +110,22 @@ class Options(Computation):
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """``niah,ruler`` as names, each once."""
+    """Split ``niah,ruler`` into unique names."""
     return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def split_lengths(text: str) -> tuple[int, ...]:
-    """``4096,8192`` as ascending lengths, each once; ConfigError for what is no whole number."""
+    """Split ``4096,8192`` into ascending unique lengths. Raise ConfigError for a non-integer."""
     return tuple(sorted(set(_numbers(text, int, "--lengths", "whole numbers of tokens: --lengths 4096,8192"))))
 
 
 def split_depths(text: str) -> tuple[float, ...]:
-    """``0,0.5,1`` as depths; ConfigError for what is no number."""
+    """Split ``0,0.5,1`` into depths. Raise ConfigError for a non-number."""
     return tuple(_numbers(text, float, "--depths", "fractions from 0 to 1: --depths 0,0.5,1"))
 
 
 def lines_of_tasks() -> list[str]:
-    """A line for each task, measure and group."""
+    """Return a line for each task, measure and group."""
     width = max(len(name) for name in TASKS | GROUPS)
     lines = list(task_lines())
     lines += [f"{name:{width}}  {measures}" for name, measures in MEASURES.items()]
@@ -136,14 +136,14 @@ def lines_of_tasks() -> list[str]:
 
 def _numbers(text: str, kind: Callable[[str], Number], flag: str, wanted: str) -> list[Number]:
     try:
-        # 131_072 is how configs write it.
+        # int() also accepts the spelling 131_072 of configs.
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise ConfigError(f"{flag} {text}: give {wanted}.") from error
 
 
 def _check_asking(tasks: Sequence[Task], measures: Sequence[str]) -> None:
-    """Raise ConfigError if a chat template would change nothing, or a task asks no question."""
+    """Raise ConfigError if a chat template has no effect, or a task asks no question."""
     if not tasks:
         raise ConfigError(
             f"--chat changes nothing: {' and '.join(measures)} read texts as they are. Leave it out, or name a task."
@@ -156,7 +156,7 @@ def _check_asking(tasks: Sequence[Task], measures: Sequence[str]) -> None:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """ConfigError for an unknown name that looks like a measure; ``find_tasks`` knows the others."""
+    """Raise ConfigError for an unknown name that resembles a measure; ``find_tasks`` reports the others."""
     for name in names:
         if name in TASKS or name in GROUPS:
             continue

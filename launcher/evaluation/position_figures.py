@@ -1,5 +1,4 @@
-"""What a model adds to its tokens for their positions: values of some positions, of some channels, and how like they
-are.
+"""Figures of position embeddings: values of some positions, values of some channels, and similarities.
 
 Axes: P positions, M channels.
 """
@@ -30,7 +29,7 @@ _LINES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PositionOptions:
-    """One call of ``attention --positions``."""
+    """Options of one ``attention --positions`` call."""
 
     checkpoint: Path
     output: Path
@@ -43,7 +42,7 @@ class PositionOptions:
 
 
 def draw_positions(options: PositionOptions) -> list[Path]:
-    """Write the picture, and the values as CSV; returns their paths."""
+    """Write the picture, and the values as CSV; return their paths."""
     folder = find_model(options.checkpoint)
     _, model, _ = open_reader(folder)
     length = _length(options, model, folder)
@@ -62,7 +61,7 @@ def draw_positions(options: PositionOptions) -> list[Path]:
 
 
 def _length(options: PositionOptions, model: ModelConfig, folder: Path) -> int:
-    """Positions to draw; ConfigError for a model that adds nothing to its tokens, or has fewer."""
+    """Return the number of positions to draw. ConfigError for a model without position embeddings or with too few."""
     if model.position not in ("learned", "sinusoidal", "sinusoidal_halves"):
         raise ConfigError(
             f"{folder} adds nothing to its tokens for their positions (model.position={model.position}), so there is "
@@ -80,7 +79,7 @@ def _length(options: PositionOptions, model: ModelConfig, folder: Path) -> int:
 
 @torch.no_grad()
 def position_values(folder: Path, model: ModelConfig, length: int) -> np.ndarray:
-    """What is added to a token at each position, [P, M]."""
+    """Return the values added to a token at each position, [P, M]."""
     positions_1P = torch.arange(length)[None]
     if model.position == "learned":
         table = load_model(folder).model.embed_positions
@@ -90,7 +89,7 @@ def position_values(folder: Path, model: ModelConfig, length: int) -> np.ndarray
 
 
 def similarities(values_PM: np.ndarray) -> np.ndarray:
-    """Cosine of each two positions' values, [P, P]."""
+    """Return the cosine similarity of each pair of positions, [P, P]."""
     norms_P1 = np.linalg.norm(values_PM, axis=1, keepdims=True)
     unit_PM = values_PM / np.maximum(norms_P1, np.finfo(np.float32).tiny)
     return unit_PM @ unit_PM.T
@@ -98,7 +97,7 @@ def similarities(values_PM: np.ndarray) -> np.ndarray:
 
 @styled
 def position_figure(values_PM: np.ndarray, caption: str) -> str:
-    """Three panels: channels of some positions, positions of some channels, and similarities."""
+    """Draw three panels: channels of some positions, positions of some channels, and similarities."""
     count, channels = values_PM.shape
     figure, (of_position, of_channel, alike) = new_figure(1, rows=3, height=13.0)
     for position in np.unique(np.linspace(0, count - 1, _LINES).astype(int)):

@@ -1,4 +1,4 @@
-"""The ranks of a command that computes with a checkpoint: how they meet, and which of them share what."""
+"""The ranks of a command that computes with a checkpoint: process group and mesh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel.runtime.launched import environment_rank
 
 @contextmanager
 def joined_ranks(options: Computation) -> Iterator[torch.device]:
-    """Be one of the ranks that a launcher started, or a process alone, within the block; yields the rank's device."""
+    """Join the ranks that a launcher started, or be a process alone, within the block; yield the rank's device."""
     _, world_size = environment_rank()
     check_hostfile(options.hostfile, world_size)
     device = choose_device(options.device, "--device", context=options.context, expert=options.expert)
@@ -30,9 +30,9 @@ def joined_ranks(options: Computation) -> Iterator[torch.device]:
 
 
 def build_mesh(model: ModelConfig, *, context: int, expert: int) -> Mesh:
-    """Return the mesh of all ranks, of which so many share a prompt (0: all), and the experts. Collective.
+    """Return the mesh of all ranks; ``context`` of them share a prompt (0: all), ``expert`` the experts. Collective.
 
-    ConfigError unless the degrees fit the ranks, the experts and one another.
+    Raise ConfigError unless the degrees fit the ranks, the experts and each other.
     """
     world_size = num_ranks()
     context = context or world_size

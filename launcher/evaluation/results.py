@@ -1,4 +1,4 @@
-"""Write what an evaluation found: JSON, CSV, pictures, and a page or a part of the run's."""
+"""Write the results of an evaluation: JSON, CSV, pictures, and a page or a part of the run's page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TABLES = {
 
 
 def write_results(folder: Path) -> Path:
-    """Write every table and picture from the rows of the folder; returns the page that shows them."""
+    """Write every table and picture from the folder's rows; return the page that shows them."""
     evaluation = load_evaluation(folder)
     summary = json.dumps(summary_of(evaluation), indent=1, ensure_ascii=False)
     write_atomically(folder / SUMMARY_FILE, f"{summary}\n".encode())
@@ -50,7 +50,7 @@ def write_results(folder: Path) -> Path:
 
 
 def run_above(folder: Path) -> Path | None:
-    """The run folder that an evaluation is in, one or two levels up, where its report shows it; else None."""
+    """Return the run folder one or two levels above an evaluation, which includes it in its report; else None."""
     for parent in list(folder.resolve().parents)[:2]:
         if (parent / CONFIG_FILE).is_file() and (parent / METRICS_FILE).is_file():
             return parent

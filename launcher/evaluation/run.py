@@ -1,8 +1,8 @@
-"""``evaluate``: check everything, load the model, measure sample after sample, write tables and pictures.
+"""``evaluate``: check all input, load the model, measure sample after sample, write tables and pictures.
 
-The ranks of a context group work on one sample together; each data rank has samples of its own. The first rank of a
-group makes its samples and tells the others; rank 0 writes every row before the next samples begin. Short samples are
-measured several at a time.
+The ranks of a context group share each sample; each data rank has samples of its own. The first rank of a group creates
+its samples and sends them to the others. Rank 0 writes every row before the next samples begin. Short samples are
+measured in batches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MOST_PROBLEMS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The samples of one task and length that are missing."""
+    """Missing samples of one task and length."""
 
     name: str
     length: int
@@ -56,16 +56,16 @@ class Job:
 
 
 def evaluate(options: Options, progress: Progress) -> Path:
-    """Evaluate on the ranks that a launcher started, or in this process; returns the page with the results."""
+    """Evaluate on the ranks that a launcher started, or in this process; return the page with the results."""
     with joined_ranks(options) as device:
         return run(options, device, progress)
 
 
 def run(options: Options, device: torch.device, progress: Progress) -> Path:
-    """``evaluate`` on the process group that is there, if any. Collective."""
+    """Run ``evaluate`` on the current process group, if any. Collective."""
     if own_rank() != 0:
         progress = no_progress
-    # From cheap to expensive, and all of it before anything is allocated.
+    # From cheap to expensive, and all checks before any allocation.
     with progress("reading text, trying each task"):
         subject = on_every_rank(lambda: open_subject(options))
         mesh = build_mesh(subject.model, context=options.context, expert=options.expert)
@@ -84,13 +84,13 @@ def run(options: Options, device: torch.device, progress: Progress) -> Path:
 
 
 def missing_jobs(options: Options, texts: Texts, done: set[Key]) -> list[Job]:
-    """What is left to measure: short lengths first, so that what goes wrong does so early."""
+    """Return the missing jobs, short lengths first so that errors show early."""
     tasks, measures, _ = options.chosen()
     jobs = []
     for length in options.lengths:
         wanted: list[tuple[str, Task | None, int]] = [(task.name, task, options.samples) for task in tasks]
         for measure in measures:
-            # Every token of a shorter text has its whole context in LongPPL's near one.
+            # Every token of a shorter text has its full context in LongPPL's near one.
             if measure == "ppl" or length > options.longppl.truncation:
                 wanted.append((measure, None, len(texts[length])))
         for name, task, count in wanted:
@@ -101,13 +101,13 @@ def missing_jobs(options: Options, texts: Texts, done: set[Key]) -> list[Job]:
 
 
 def deal(indices: Sequence[int], degree: int) -> list[tuple[int, ...]]:
-    """Neighbouring indices for each of ``degree`` ranks, as even as can be."""
+    """Divide the indices into contiguous parts for ``degree`` ranks, as even as possible."""
     bounds = [len(indices) * rank // degree for rank in range(degree + 1)]
     return [tuple(indices[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def consecutive(indices: Sequence[int]) -> Iterator[range]:
-    """Yield the indices as ranges: some tasks draw all earlier samples for each call."""
+    """Yield the indices as ranges, because some tasks draw all earlier samples for each call."""
     start = 0
     for at in range(1, len(indices) + 1):
         if at == len(indices) or indices[at] != indices[at - 1] + 1:
@@ -116,7 +116,7 @@ def consecutive(indices: Sequence[int]) -> Iterator[range]:
 
 
 class _Evaluator:
-    """Measures jobs on a mesh; rank 0 has the store."""
+    """Evaluator of jobs on a mesh; rank 0 has the store."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _Evaluator:
                 update(done, note=f"{job.name} at {job.length:,}")
 
     def _together(self, job: Job) -> int:
-        """Samples of the job that each context group measures together. Collective."""
+        """Return the number of the job's samples that each context group measures together. Collective."""
         if job.task is None:
             return 1
         return fitting_together(
@@ -163,25 +163,25 @@ class _Evaluator:
     def _measure_some(
         self, job: Job, indices: Sequence[int], samples: Iterator[tuple[Sample, Prompt]]
     ) -> list[ScoreRow | LossRow]:
-        """The rows of all data ranks, each of its own samples, of which a rank may have none left. Collective."""
+        """Return the rows of all data ranks, each measuring its own samples; a rank may have none left. Collective."""
         rows: Sequence[ScoreRow | LossRow]
         if job.task is not None:
             rows = self._scores(job.task, len(indices), samples)
         else:
             rows = on_every_rank(lambda: [self._loss(job, index) for index in indices])
-        # All ranks of a context group have the rows; one of them speaks.
+        # All ranks of a context group have the rows; one of them sends them.
         if self._mesh.context_rank != 0:
             rows = []
         return [row for of_rank in gather_objects(rows) for row in of_rank]
 
     def _scores(self, task: Task, count: int, samples: Iterator[tuple[Sample, Prompt]]) -> list[ScoreRow]:
-        """The rows of the next ``count`` samples."""
+        """Return the rows of the next ``count`` samples."""
         problem, made = None, None
         try:
             if self._mesh.context_rank == 0:
                 made = list(islice(samples, count))
         except LongCtxError as error:
-            # Told to all: the others would wait for the prompts.
+            # Broadcast the error: the other ranks would wait for the prompts.
             problem = error
         agree_or_raise(problem)
         if not count:
@@ -200,7 +200,7 @@ class _Evaluator:
         rule = self._options.longppl
         near = []
         for start, stop in near_windows(len(ids), truncation=rule.truncation, window=rule.window):
-            # A token's loss stands one before its index: the first token has none.
+            # A token's loss is at its index minus one: the first token has none.
             near.append(self._nll(text, ids[start:stop])[rule.truncation - 1 :])
         near_nll = torch.cat(near)
         return key_row(job.name, job.length, index, text.name, nll[-len(near_nll) :].numpy(), near_nll.numpy())
@@ -211,7 +211,7 @@ class _Evaluator:
         return nll
 
     def _samples(self, job: Job, indices: Sequence[int]) -> Iterator[tuple[Sample, Prompt]]:
-        """Yield this rank's samples, and their ids, as they are asked for."""
+        """Yield this rank's samples with their ids, on demand."""
         if job.task is None:
             return
         setting = self._subject.setting
@@ -225,7 +225,7 @@ class _Evaluator:
 
 
 def share(mesh: Mesh, value: Value | None) -> Value:
-    """The value of the context group's first rank, on all of its ranks. Collective."""
+    """Broadcast the value of the context group's first rank to all of its ranks. Collective."""
     if mesh.control_group is None:
         return cast(Value, value)
     doing = "waiting for what the first rank of its sequence reads"
@@ -233,11 +233,11 @@ def share(mesh: Mesh, value: Value | None) -> Value:
 
 
 def _read_and_check(options: Options, subject: Subject) -> Texts:
-    """The texts of losses, once a sample of every task could be made; an error names what is too short or missing."""
+    """Return the texts for losses after making one sample of every task; errors name short or missing texts."""
     tasks, measures, _ = options.chosen()
     problems: dict[str, LongCtxError] = {}
     for task in tasks:
-        # The shortest length shows prompts that do not fit, the longest texts and lists of words that are too short.
+        # The shortest length reveals prompts that do not fit, the longest one texts and word lists that are too short.
         lengths = {options.lengths[0]}
         if task.needs_haystack or not isinstance(task, FittedTask):
             lengths.add(options.lengths[-1])
@@ -254,7 +254,7 @@ def _read_and_check(options: Options, subject: Subject) -> Texts:
 
 
 def _all_of(problems: dict[str, LongCtxError]) -> LongCtxError:
-    """The errors of several tasks as one: a user who mends them one by one would start again and again."""
+    """Combine the errors of several tasks, so that a user can fix all of them before the next start."""
     first, *others = problems.values()
     if not others:
         return first
@@ -265,7 +265,7 @@ def _all_of(problems: dict[str, LongCtxError]) -> LongCtxError:
 
 
 def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[Store], stack: ExitStack) -> set[Key]:
-    """Open the output folder on rank 0, locked until the stack is left; the samples that it holds already."""
+    """Open the output folder on rank 0, locked until the stack is closed; return the finished samples in it."""
     stack.enter_context(locked(options.output))
     store = Store(options.output, settings_of(options, subject), text_settings(subject))
     store.check_texts(texts)
@@ -274,5 +274,5 @@ def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[S
 
 
 def no_progress(*_: Any) -> AbstractContextManager[Update]:
-    """What ranks other than the first show."""
+    """Return the progress display of ranks other than rank 0, which shows no output."""
     return nullcontext(lambda *_, **__: None)

@@ -1,7 +1,7 @@
 """``score``: the log-likelihood of every token of a shard folder, over ranks, in Arrow files.
 
-The ranks of a context group read one document together; each data rank has documents of its own. Documents come in
-blocks, and a block's file is written once all of it is known: the same command goes on behind the last file.
+The ranks of a context group share each document; each data rank has documents of its own. Documents are processed in
+blocks, and a block's file is written when it is complete: the same command continues after the last file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BLOCK_TOKENS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions(Computation):
-    """One call of ``score``. Every rank has the same."""
+    """Options of one ``score`` call, equal on every rank."""
 
     checkpoint: Path
     data: str
@@ -57,13 +57,13 @@ class ScoreOptions(Computation):
 
 
 def score(options: ScoreOptions, progress: Progress) -> Total:
-    """Score every document on the ranks that a launcher started, or in this process; returns the sums."""
+    """Score every document on the ranks that a launcher started, or in this process; return the sums."""
     with joined_ranks(options) as device:
         return run(options, device, progress)
 
 
 def run(options: ScoreOptions, device: torch.device, progress: Progress) -> Total:
-    """``score`` on the process group that is there, if any. Collective."""
+    """Run ``score`` on the current process group, if any. Collective."""
     if own_rank() != 0:
         progress = no_progress
     opened, shards = on_every_rank(lambda: _open(options))
@@ -81,7 +81,7 @@ def run(options: ScoreOptions, device: torch.device, progress: Progress) -> Tota
 
 
 class _Scorer:
-    """Scores blocks of documents on a mesh; rank 0 writes their files."""
+    """Scorer of document blocks on a mesh; rank 0 writes their files."""
 
     def __init__(
         self, options: ScoreOptions, opened: OpenedModel, shards: ShardSet, mesh: Mesh, decoder: Decoder
@@ -97,7 +97,7 @@ class _Scorer:
             lengths = _lengths(self._shards, block)
             mine = [block[at] for at in deal(lengths.tolist(), self._mesh.data)[self._mesh.data_rank]]
             scores = on_every_rank(lambda mine=mine: {document: self._of_document(document) for document in mine})
-            # All ranks of a context group have them; one of them speaks.
+            # All ranks of a context group have the scores; one of them sends them.
             if self._mesh.context_rank != 0:
                 scores = {}
             found = {document: of_one for part in gather_objects(scores) for document, of_one in part.items()}
@@ -145,7 +145,7 @@ class _Scorer:
 
 
 def _open(options: ScoreOptions) -> tuple[OpenedModel, ShardSet]:
-    """Open model and shards; an error of one screen unless they fit each other."""
+    """Open model and shards. Raise a short error unless they fit each other."""
     opened = open_model(options.checkpoint, options.tokenizer)
     check_reads_text(opened, "score")
     if options.experts and not opened.model.num_experts:
@@ -186,9 +186,9 @@ def _file_of(folder: Path, block: range) -> Path:
 def _settle(
     options: ScoreOptions, opened: OpenedModel, shards: ShardSet, blocks: Sequence[range], stack: ExitStack
 ) -> list[range]:
-    """Return the blocks that have no file; the folder is locked until the stack is left.
+    """Return the blocks without a file. The folder is locked until the stack is closed.
 
-    ConfigError names the settings that differ from those of the files in it.
+    Raise ConfigError with the settings that differ from those of the existing files.
     """
     stack.enter_context(locked(options.output))
     settings = {
@@ -227,5 +227,5 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _experts_a_token(model: ModelConfig) -> int:
-    """Return how many experts read a token: of the first layer of experts, then of the next."""
+    """Return the number of experts that read a token: those of the first expert layer, then of the next."""
     return model.experts_per_token * sum(model.has_experts(layer) for layer in range(model.num_layers))

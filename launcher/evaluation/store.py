@@ -1,4 +1,4 @@
-"""An evaluation's output folder: what is measured with which settings, and every row as soon as it is known."""
+"""Output folder of an evaluation: its settings, and every row as soon as it is known."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MAY_DIFFER = ("date", "version", "model", "checkpoint")
 
 
 def settings_of(options: Options, subject: Subject) -> dict[str, Any]:
-    """All that a row depends on beside its task, length and index. Degrees and device are none of it."""
+    """Return all settings that a row depends on besides its task, length and index; degrees and device do not count."""
     return {
         "model": subject.name,
         "checkpoint": str(subject.folder.resolve()),
@@ -61,7 +61,7 @@ def settings_of(options: Options, subject: Subject) -> dict[str, Any]:
 
 
 def text_settings(subject: Subject) -> dict[str, Any]:
-    """What the rows that read text depend on besides."""
+    """Return the additional settings of rows that read text."""
     haystack = None
     if subject.setting.haystack is not None:
         digest = xxhash.xxh3_128()
@@ -76,9 +76,9 @@ def text_settings(subject: Subject) -> dict[str, Any]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder and hold it for this process; ConfigError where another evaluation writes into it.
+    """Create the folder and lock it for this process. Raise ConfigError if another evaluation writes into it.
 
-    The system frees the lock when the process ends, however it ends.
+    The system frees the lock when the process ends, even after a crash.
     """
     with explained_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,15 +98,15 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class Store:
-    """The folder, opened to write; a second evaluation in it goes on where the first one stopped."""
+    """Output folder opened for writing; a second evaluation in it continues after the first one's rows."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], texts: dict[str, Any]) -> None:
-        """Settle the folder's settings. ConfigError names those that differ from the ones of the rows in it."""
+        """Settle the folder's settings. Raise ConfigError with those that differ from the settings of existing rows."""
         self.folder = folder
         if (folder / SETTINGS_FILE).is_file():
             before = read_settings(folder)
             _check_same(folder, before, settings | texts)
-            # What tasks without text left open is settled by the first that reads some.
+            # Settings of text that earlier tasks left open are set by the first task that reads text.
             merged = before | {name: value for name, value in texts.items() if value is not None}
         else:
             _check_free(folder)
@@ -117,11 +117,11 @@ class Store:
 
     @property
     def done(self) -> set[Key]:
-        """The samples whose rows are there."""
+        """Samples with a stored row."""
         return set(self._rows)
 
     def check_texts(self, texts: Texts) -> None:
-        """DataError for a loss that is of another text than the one that has its number now."""
+        """Raise DataError for a stored loss of a different text than the one that now has its number."""
         for (task, length, index), row in self._rows.items():
             known = texts.get(length, [])[index : index + 1]
             if isinstance(row, LossRow) and known and row.document != known[0].name:
@@ -132,7 +132,7 @@ class Store:
                 )
 
     def add(self, rows: list[ScoreRow | LossRow]) -> None:
-        """Append rows, and wait until the disk has them."""
+        """Append rows and sync them to disk."""
         lines = "".join(line_of(row) for row in rows)
         with explained_writes(self.folder / RESULTS_FILE), (self.folder / RESULTS_FILE).open("ab") as file:
             file.write(lines.encode())
@@ -141,7 +141,7 @@ class Store:
         self._rows.update({(row.task, row.length, row.index): row for row in rows})
 
     def _drop_cut_line(self) -> None:
-        """Remove what a killed process had begun to write."""
+        """Remove an incomplete line of a killed process."""
         path = self.folder / RESULTS_FILE
         if path.is_file() and path.stat().st_size > whole_bytes(path):
             with explained_writes(path):
@@ -149,7 +149,7 @@ class Store:
 
 
 def _check_free(folder: Path) -> None:
-    """DataError for rows whose settings are not known."""
+    """Raise DataError if the folder has rows without settings."""
     if (folder / RESULTS_FILE).exists():
         raise DataError(
             f"{folder} holds a {RESULTS_FILE} without its {SETTINGS_FILE}: nobody knows what its rows are of. "
@@ -158,12 +158,12 @@ def _check_free(folder: Path) -> None:
 
 
 def _check_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """ConfigError, a line for each setting that differs."""
+    """Raise ConfigError with a line for each setting that differs."""
     lines = []
     for name, value in now.items():
         if name in _MAY_DIFFER or before.get(name) == value:
             continue
-        # A task that reads no text does not care which one the others read.
+        # A task that reads no text does not depend on the text of the others.
         if name in ("haystack", "text_folder") and None in (value, before.get(name)):
             continue
         lines.append(f"  {name}: there {before.get(name)!r}, now {value!r}")

@@ -1,4 +1,4 @@
-"""What is evaluated: a checkpoint's model and tokenizer, and the text that it is asked about. No weight is read."""
+"""Subject of an evaluation: a checkpoint's model and tokenizer, and the evaluated text. No weight is read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from longctx.tokenizer.rows import check_rows
 
 @dataclass(frozen=True, kw_only=True)
 class Subject(OpenedModel):
-    """Model, tokenizer and text."""
+    """Model and tokenizer with their evaluation text."""
 
     setting: Setting
     text_folder: Location | None
@@ -38,7 +38,7 @@ class Subject(OpenedModel):
 
 
 def open_subject(options: Options) -> Subject:
-    """Open what the options name; an error of one screen where one is missing or they do not fit one another."""
+    """Open the model and text that the options name. Raise a short error if one is missing or they do not fit."""
     opened = open_model(options.checkpoint, options.tokenizer)
     check_reads_text(opened, f"--tasks {','.join(options.tasks)}")
     tasks, measures, _ = options.chosen()
@@ -63,7 +63,7 @@ def open_subject(options: Options) -> Subject:
 
 
 def _check_lengths(options: Options, model: ModelConfig) -> None:
-    """ConfigError for a length that the model has no positions for."""
+    """Raise ConfigError for a length beyond the model's positions."""
     longest = max(options.lengths)
     check_positions(
         model,
@@ -75,7 +75,7 @@ def _check_lengths(options: Options, model: ModelConfig) -> None:
 
 
 def _text_folder(options: Options, checkpoint: Path, task: str) -> Location:
-    """The folder that was named, else the validation folder of the checkpoint's run; ConfigError without either."""
+    """Return the named folder, or the validation folder of the checkpoint's run. ConfigError if there is neither."""
     if options.haystack is not None:
         named = locate(options.haystack)
         if not named.exists():
@@ -85,7 +85,7 @@ def _text_folder(options: Options, checkpoint: Path, task: str) -> Location:
     if run is not None and (run / CONFIG_FILE).is_file():
         folder, cache = validation_folder(run / CONFIG_FILE)
         if folder and locate(folder).is_dir():
-            # What reads it opens a path; a split of held-out documents is small.
+            # Readers need a local path; a split of held-out documents is small.
             return fetch_folder(folder, cache)
     raise ConfigError(
         f"task {task} needs text that the model was not trained on, and {checkpoint} is in no run whose validation "
@@ -94,7 +94,7 @@ def _text_folder(options: Options, checkpoint: Path, task: str) -> Location:
 
 
 def validation_folder(config: Path) -> tuple[str, str]:
-    """``data.validation`` of a run's config, else the validation split of its training data; and ``data.cache``."""
+    """Return a run's ``data.validation``, by default its training data's held-out split, and its ``data.cache``."""
     data = read_toml(config, str(config)).get("data", {})
     if not isinstance(data, dict):
         raise ConfigError(f"{config}: data is no section. Name a folder of text or of shards: --haystack FOLDER")
@@ -105,9 +105,9 @@ def validation_folder(config: Path) -> tuple[str, str]:
 
 
 def held_out_shards(named: str | None, run: Path | None, *, option: str) -> ShardSet | None:
-    """Open the shard folder that ``option`` named, else what the run held out; None if there is neither.
+    """Open the shard folder ``named`` by ``option``, by default the run's held-out one; None if there is neither.
 
-    ConfigError for a folder that does not exist.
+    Raise ConfigError for a folder that does not exist.
     """
     if named is not None:
         place = locate(named)
@@ -121,12 +121,12 @@ def held_out_shards(named: str | None, run: Path | None, *, option: str) -> Shar
     return None
 
 
-# Whole documents as ids, for losses: of shards the ids that they hold, of other text what the tokenizer makes.
+# Full documents as ids, for losses: the stored ids of shards, or the tokenized ids of other text.
 
 
 @dataclass(frozen=True)
 class Text:
-    """The beginning of a document."""
+    """Beginning of a document."""
 
     name: str
     ids: np.ndarray
@@ -138,9 +138,9 @@ Texts = dict[int, list[Text]]
 
 
 def read_documents(options: Options, subject: Subject) -> Texts:
-    """For each length the first ``options.samples`` documents that are long enough; DataError where none is.
+    """Return for each length the first ``options.samples`` documents that are long enough. DataError if there is none.
 
-    Documents are never joined: what stands before another document's beginning is no context of it.
+    Documents are never joined: the text before a document's beginning is not its context.
     """
     assert subject.text_folder is not None, "losses without text"
     found: Texts = {length: [] for length in options.lengths}
@@ -150,7 +150,7 @@ def read_documents(options: Options, subject: Subject) -> Texts:
         for length, texts in found.items():
             if len(ids) >= length and len(texts) < options.samples:
                 check_rows(subject.tokenizer, ids[:length], f"{name} of {subject.text_folder}")
-                # A copy: a view would hold the whole document.
+                # A copy: a view would keep the full document in memory.
                 texts.append(Text(name, ids[:length].astype(np.int32)))
         if all(len(texts) == options.samples for texts in found.values()):
             break
@@ -165,7 +165,7 @@ def read_documents(options: Options, subject: Subject) -> Texts:
 
 
 def _documents(options: Options, subject: Subject, folder: Location) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and ids of each document, with the ids that frame one."""
+    """Yield name and ids of each document, including its begin and end ids."""
     if (folder / MANIFEST_FILE).is_file():
         shards = open_verified(folder)
         _check_tokenizer(options, subject, shards)
@@ -176,15 +176,15 @@ def _documents(options: Options, subject: Subject, folder: Location) -> Iterator
     shortest, longest = min(options.lengths), 0
     for document in open_source(str(folder)):
         size = len(document.text.encode())
-        # A token stands for a byte at least, begin, end and a first space apart: short texts need not be encoded. The
-        # longest of them are: an error says how many tokens there are.
+        # A token has at least one byte, except begin, end and a first space, so short texts need not be encoded. The
+        # longest ones still are, because an error reports their number of tokens.
         if size + 3 >= shortest or size > longest:
             yield document.name, subject.tokenizer.encode_document(document.text)
         longest = max(longest, size)
 
 
 def _check_tokenizer(options: Options, subject: Subject, shards: ShardSet) -> None:
-    """DataError unless the shards' ids mean to the model what they say."""
+    """Raise DataError unless the shards' ids mean the same text to the model."""
     if options.tokenizer is None:
         check_same_tokenizer(subject.folder, shards)
     else:

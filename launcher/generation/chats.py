@@ -1,4 +1,4 @@
-"""Conversations that are to be continued: ``generate --chat``."""
+"""Conversations to continue: ``generate --chat``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from longctx.errors import ConfigError
 def encode_chats(
     source: PromptSource, prompts: Sequence[Prompt], opened: OpenedModel
 ) -> tuple[list[array[int]], set[int]]:
-    """The ids of each conversation with the prompt for a reply, and the ids that end one.
+    """Return the ids of each conversation with the prompt for a reply, and the ids that end a reply.
 
-    ConfigError for a conversation that is none, or that the chat template refuses; DataError for a model without one.
+    Raise ConfigError for an invalid conversation, or one that the chat template refuses, and DataError for a model
+    without a chat template.
     """
     encoder = ChatEncoder(opened.tokenizer)
     found = []
@@ -42,7 +43,7 @@ def encode_chats(
 
 
 def system_turn(source: PromptSource) -> tuple[Message, ...]:
-    """Return the turn that ``--system`` gives, if it does."""
+    """Return the turn given by ``--system``, if any."""
     if not source.system:
         return ()
     return ({"role": "system", "content": source.system},)

@@ -1,4 +1,4 @@
-"""What a user asks of ``generate``, as values; checked by themselves, before any file is opened."""
+"""Options of ``generate``, checked by themselves before any file is opened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from longctx.untrusted.reading import parse_json
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Computation):
-    """One call of ``generate``."""
+    """Options of one ``generate`` call."""
 
     checkpoint: Path
     prompts: PromptSource
@@ -64,17 +64,17 @@ class Options(Computation):
 
     @property
     def has_many(self) -> bool:
-        """Whether the prompts are those of a file."""
+        """True if the prompts come from a file of many."""
         return self.prompts.lines is not None
 
     @property
     def talks(self) -> bool:
-        """Whether a user types the turns of a chat."""
+        """True if a user types the turns of a chat."""
         return self.prompts.is_missing
 
 
 def _check_new_file(path: Path) -> None:
-    """ConfigError unless a file can be made there."""
+    """Raise ConfigError unless a new file can be created there."""
     if path.exists():
         raise ConfigError(f"--output {path} is there already. Name another file, or remove it.")
     if not path.parent.is_dir():
@@ -86,7 +86,7 @@ _EXAMPLE = 'Write lines like {"prompt": "def main("}.'
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSource:
-    """Where prompts come from: one of the three, or for a chat none, when a user types its turns."""
+    """Source of prompts: exactly one of the first three, or none for a chat typed by a user."""
 
     text: str | None = None
     file: Path | None = None
@@ -100,11 +100,11 @@ class PromptSource:
 
     @property
     def is_missing(self) -> bool:
-        """Whether it is none of the three."""
+        """True if none of the three is given."""
         return self.text is None and self.file is None and self.lines is None
 
     def read(self) -> list[Prompt]:
-        """The prompts; ConfigError for a file that is not there, is not UTF-8, or has a line without a prompt."""
+        """Return the prompts. ConfigError for a file that is missing, not UTF-8, or has a line without a prompt."""
         if self.lines is not None:
             return _read_lines(self.lines, chat=self.chat)
         if self.file is not None:
@@ -116,7 +116,7 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One of many prompts."""
+    """Prompt with the other fields of its line."""
 
     text: str
     fields: dict[str, Any]
@@ -124,11 +124,11 @@ class Prompt:
 
 
 def encode_prompts(source: PromptSource, prompts: Sequence[Prompt], opened: OpenedModel) -> list[array[int]]:
-    """The ids of each prompt, in four bytes each; ConfigError for one without any, or that is no text."""
-    # A file may say one prompt many times, and a long prompt takes a while.
+    """Return the ids of each prompt, in four bytes each. ConfigError for a prompt without ids, or invalid text."""
+    # A file may repeat a prompt, and encoding a long one takes a while.
     encode: Callable[[str], list[int]] = opened.tokenizer.encode_prompt
     if opened.model.encoder_layers:
-        # A whole text, which the encoder reads.
+        # A complete text for the encoder.
         encode = partial(source_ids, opened.tokenizer)
     found: dict[str, array[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -148,10 +148,10 @@ def encode_prompts(source: PromptSource, prompts: Sequence[Prompt], opened: Open
 def check_space(
     source: PromptSource, lengths: Sequence[int], max_new_tokens: int, opened: OpenedModel, *, beyond: bool
 ) -> None:
-    """ConfigError where a prompt and its answer have more tokens than the model has positions."""
+    """Raise ConfigError if a prompt with its answer has more tokens than the model has positions."""
     num_positions = opened.model.max_positions
     if opened.model.encoder_layers:
-        # The source has a sequence of its own, and the answer begins with one id.
+        # The source is a separate sequence, and the answer begins with one id.
         lengths = [max(length - max_new_tokens, 1) for length in lengths]
     too_long = [index for index, length in enumerate(lengths) if length + max_new_tokens > num_positions]
     if not too_long:
@@ -175,7 +175,7 @@ def check_space(
 
 
 def prompt_place(source: PromptSource, index: int) -> str:
-    """What a message calls a prompt."""
+    """Return the name of a prompt for messages."""
     if source.lines is not None:
         return f"--prompts-file {source.lines}, line {index + 1}"
     if source.file is not None:
@@ -186,12 +186,12 @@ def prompt_place(source: PromptSource, index: int) -> str:
 
 
 def _read_lines(path: Path, *, chat: bool) -> list[Prompt]:
-    """One prompt a line, ``{"prompt": TEXT, …}``; ConfigError for a line that is none, by its number."""
-    # Empty lines at the end are no lines. One in between may be a prompt that was lost.
+    """Read one prompt per line, ``{"prompt": TEXT, …}``. Raise ConfigError with the number of an invalid line."""
+    # Ignore empty lines at the end. One in between may be a lost prompt.
     content = _read_text(path, "--prompts-file").rstrip()
     if not content:
         raise ConfigError(f'--prompts-file {path} has no prompt. Write one a line: {{"prompt": "def main("}}')
-    # Not splitlines: a JSON text may hold the other characters that it takes for the end of a line.
+    # Not splitlines: it splits at other characters too, which JSON text may contain.
     lines = content.split("\n")
     places = [f"--prompts-file {path}, line {number}" for number in range(1, len(lines) + 1)]
     return [_prompt(line, where, chat=chat) for line, where in zip(lines, places, strict=True)]

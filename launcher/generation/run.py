@@ -1,7 +1,7 @@
-"""``generate``: check everything, load the model, continue one prompt or many, on one process or over ranks.
+"""``generate``: check all input, load the model, continue one prompt or many, on one process or over ranks.
 
-The ranks of a context group continue prompts together; each group has prompts of its own. Rank 0 reads the prompts and
-gets all continuations.
+The ranks of a context group share each prompt; each group has prompts of its own. Rank 0 reads the prompts and receives
+all continuations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from parallel.mesh import Mesh
 
 
 class Session:
-    """Prompts and a model that passed all checks. Every rank calls every method, at the same time."""
+    """Prompts and a model that passed all checks. Every rank must call every method at the same time."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class Session:
         self._model = build_decoder(self.opened, self.mesh, getattr(torch, self.options.dtype), self._device)
 
     def stream(self) -> Iterator[int]:
-        """The tokens of the only prompt's continuation, each as soon as it is chosen, on every rank."""
+        """Yield the tokens of the only prompt's continuation as they are chosen, on every rank."""
         (prompt_ids,) = self.prompt_ids
         return self._streamed(prompt_ids)
 
     def before(self, prompt_ids: Sequence[int]) -> Sequence[int]:
-        """What stands before a continuation: the prompt, or of a model with an encoder, which reads it, the start."""
+        """Return the ids before a continuation: the prompt, or the start id if an encoder reads the prompt."""
         if self._start is None:
             return prompt_ids
         return [self._start]
 
     def replies(self, ask: Callable[[], array[int] | None]) -> Iterator[tuple[array[int], Iterator[int]]]:
-        """Yield each prompt that ``ask`` returns on rank 0 and its continuation, until it returns None. Collective."""
+        """Yield each prompt that ``ask`` returns on rank 0, with its continuation, until there is none. Collective."""
         while (prompt_ids := on_rank_0(ask)) is not None:
             yield prompt_ids, self._streamed(prompt_ids)
 
@@ -85,21 +85,21 @@ class Session:
         return stream(self._loaded(), self.before(prompt_ids), request, self._source(prompt_ids))
 
     def _source(self, prompt_ids: Sequence[int]) -> Sequence[int] | None:
-        """What an encoder reads; None without one."""
+        """Return the ids for the encoder; None without one."""
         if self._start is None:
             return None
         return prompt_ids
 
     def each(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield (prompt, new tokens) on rank 0, in the prompts' order, each as soon as those before it have ended."""
+        """Yield (prompt, new tokens) on rank 0 in the order of the prompts, as soon as all earlier ones have ended."""
         model = self._loaded()
         costs = [len(ids) + self.options.max_new_tokens for ids in self.prompt_ids]
         shares, together = Shares(self.mesh, costs), self._together(max(costs))
         yield from shares.in_order(self._continued(model, shares.mine, together))
 
     def _continued(self, model: Decoder, indices: Sequence[int], together: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (prompt, new tokens) of these prompts, each as soon as it has ended."""
-        # More groups than prompts leave some without one.
+        """Yield (prompt, new tokens) of these prompts as each ends."""
+        # With more groups than prompts, some have none.
         if not indices:
             return
         prompts = [self.prompt_ids[index] for index in indices]
@@ -118,7 +118,7 @@ class Session:
             yield indices[at], ids
 
     def _together(self, num_tokens: int) -> int:
-        """Prompts of at most so many tokens, answers included, that each group has under way."""
+        """Return the number of prompts that each group continues together; each has ``num_tokens`` with its answer."""
         if self.options.max_sequences is not None:
             return self.options.max_sequences
         if isinstance(self.options.strategy, Beams):
@@ -134,7 +134,7 @@ class Session:
         )
 
     def _choosing(self) -> dict[str, Any]:
-        """How tokens are chosen and when they end, for ``stream`` and ``generate_batch``."""
+        """Return the options for choosing and stopping tokens, for ``stream`` and ``generate_batch``."""
         stop_strings = None
         if self.options.stops:
             stop_strings = StopStrings(known_decoder(self.opened.tokenizer), self.options.stops)
@@ -153,9 +153,9 @@ class Session:
 
 @contextmanager
 def session(options: Options) -> Iterator[Session]:
-    """A session on the ranks that a launcher started, or in this process, within the block. Collective.
+    """Open a session on the ranks that a launcher started, or in this process, within the block. Collective.
 
-    What the user gave is checked, the same on all ranks, before anything is allocated.
+    The user's input is checked, equally on all ranks, before any allocation.
     """
     with joined_ranks(options) as device:
         yield _checked_session(options, device)
@@ -175,7 +175,7 @@ def _checked_session(options: Options, device: torch.device) -> Session:
 
 
 def _read_and_check(options: Options, opened: OpenedModel, prompts: list[Prompt]) -> tuple[list[array[int]], set[int]]:
-    """Add what is to be continued to ``prompts``; return the ids of each, and those that end a reply of a chat."""
+    """Add the prompts to ``prompts``; return the ids of each, and the ids that end a reply of a chat."""
     source = options.prompts
     prompts += source.read()
     turn_ends: set[int] = set()
@@ -195,12 +195,12 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class Shares:
-    """The prompts of each group of ranks that share prompts, and the way of their continuations to rank 0."""
+    """Prompts of each group of ranks, and the delivery of their continuations to rank 0."""
 
     def __init__(self, mesh: Mesh, costs: Sequence[int]) -> None:
-        """``costs`` are about what the prompts cost."""
+        """Divide the prompts by their approximate ``costs``."""
         self._mesh, self._num_prompts = mesh, len(costs)
-        # Early prompts first: their lines can be written early.
+        # Early prompts first, so that their lines can be written early.
         self.mine = sorted(deal_by_cost(costs, mesh.data)[mesh.data_rank])
         """The prompts of this rank's group."""
         self._found: dict[int, list[int] | None] = {}
@@ -211,10 +211,10 @@ class Shares:
             self._mailbox = Mailbox("continuations")
 
     def in_order(self, continued: Iterable[tuple[int, list[int]]]) -> Iterator[tuple[int, list[int]]]:
-        """Yield (prompt, new tokens) of all groups on rank 0, each as soon as those before it have ended.
+        """Yield (prompt, new tokens) of all groups on rank 0 in order, as soon as all earlier ones have ended.
 
-        ``continued`` yields those of this rank's group in any order; other ranks than 0 only work. Collective. A
-        LongCtxError of one group is raised on all ranks, when the other groups are done.
+        ``continued`` yields those of this rank's group in any order; ranks other than 0 only work and yield none.
+        Collective. A LongCtxError of one group is raised on all ranks after the other groups are done.
         """
         problem, missing = None, set(self.mine)
         try:
@@ -224,7 +224,7 @@ class Shares:
                 yield from self._ready()
         except LongCtxError as error:
             problem = error
-        # Rank 0 shall not wait for what never comes.
+        # Rank 0 must not wait for missing continuations.
         for index in missing:
             self._hand_in(index, None)
         while self._mesh.rank == 0 and self._upcoming < self._num_prompts:
@@ -233,15 +233,15 @@ class Shares:
         agree_or_raise(problem)
 
     def _hand_in(self, index: int, ids: list[int] | None) -> None:
-        """Give rank 0 a continuation of this group, or None for one that failed."""
+        """Deliver a continuation of this group to rank 0, or None for one that failed."""
         if self._mesh.rank == 0:
             self._found[index] = ids
-        # Every rank of a group has the same; its first one speaks.
+        # Every rank of a group has the same continuation; its first rank sends it.
         elif self._mesh.context_rank == 0 and self._mailbox is not None:
             self._mailbox.leave(index, ids)
 
     def _ready(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the continuations that are next in order, as far as they are there."""
+        """Yield the next continuations in order, as far as they have arrived."""
         while self._mesh.rank == 0 and self._upcoming < self._num_prompts:
             index = self._upcoming
             if index in self._found:

@@ -1,4 +1,4 @@
-"""``Talk``: a chat turn by turn, ``generate --chat`` without a prompt: what a user says, and the replies so far."""
+"""``Talk``: an interactive chat for ``generate --chat`` without a prompt."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from longctx.errors import ConfigError
 
 
 class Talk:
-    """The turns of one chat. Each reply reads them anew: a template may change turns when others follow."""
+    """Turns of one chat. Each reply reads all of them again, because a template may change turns when others follow."""
 
     def __init__(self, options: Options, opened: OpenedModel) -> None:
-        """DataError for a model without a chat template."""
+        """Begin a chat. Raise DataError for a model without a chat template."""
         self._options, self._opened = options, opened
         self._encoder = ChatEncoder(opened.tokenizer)
         self._turns = list(system_turn(options.prompts))
 
     def add_question(self, text: str) -> array[int]:
-        """Add a user's turn; return the ids of all with the prompt for a reply.
+        """Add a user's turn and return the ids of all turns with the prompt for a reply.
 
-        ConfigError, and the turn is not added, if the template refuses it or the reply has no space.
+        Raise ConfigError and do not add the turn if the template refuses it or a reply does not fit.
         """
         turns = [*self._turns, {"role": "user", "content": text}]
         try:
@@ -41,5 +41,5 @@ class Talk:
         self._turns.append({"role": ASSISTANT, "content": text})
 
     def close(self) -> None:
-        """End the processes that render."""
+        """End the rendering processes."""
         self._encoder.close()

@@ -1,6 +1,6 @@
-"""``evaluate --tasks translation``: write of held-out sources, and compare with their targets by sacrebleu.
+"""``evaluate --tasks translation``: translate held-out sources and compare them with their targets by sacrebleu.
 
-All prompts are dealt out over the ranks as ``generate --prompts-file`` deals them.
+All prompts are divided among the ranks in the same way as for ``generate --prompts-file``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LONGER, _MORE_TOKENS = 2, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """What a user asks for besides the ranks."""
+    """Options of the translation task, except those of the ranks."""
 
     output: Path
     pairs: str | None = None
@@ -71,9 +71,10 @@ Progress = Callable[..., AbstractContextManager[Update]]
 
 
 def translate(options: Translation, computing: dict[str, Any], checkpoint: Path, progress: Progress) -> dict[str, Any]:
-    """Evaluate on the ranks that a launcher started, or in this process; returns the scores, on rank 0. Collective.
+    """Evaluate on the ranks that a launcher started, or in this process; return the scores on rank 0. Collective.
 
-    ``computing`` are the fields of ``Computation``. ConfigError for a model without an encoder, and without sacrebleu.
+    ``computing`` are the fields of ``Computation``. Raise ConfigError for a model without an encoder, and without
+    sacrebleu.
     """
     strategy = Beams(num_beams=options.beams, length_penalty=options.length_penalty) if options.beams > 1 else Greedy()
     asked = GenerateOptions(
@@ -86,7 +87,7 @@ def translate(options: Translation, computing: dict[str, Any], checkpoint: Path,
     with joined_ranks(asked) as device:
         opened = on_every_rank(lambda: _open(checkpoint))
         mesh = build_mesh(opened.model, context=asked.context, expert=asked.expert)
-        # One rank reads the pairs, and writes.
+        # Rank 0 reads the pairs and writes the results.
         found: list[_Texts] = []
         ids, longest = on_rank_0(lambda: _read(options, opened, found))
         prompts = [Prompt("", {})] * len(ids)
@@ -104,7 +105,7 @@ def translate(options: Translation, computing: dict[str, Any], checkpoint: Path,
 
 @dataclass(frozen=True)
 class _Texts:
-    """What is translated, and what it is compared with."""
+    """Sources to translate, with their references."""
 
     opened: OpenedModel
     sources: list[array[int]]
@@ -113,21 +114,21 @@ class _Texts:
     """Pairs that were read and have a source beyond the model's positions."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids that the tokenizer knows."""
+        """Return the text of the ids that the tokenizer knows."""
         tokenizer = self.opened.tokenizer
         return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
 
     def longest(self, options: Translation) -> int:
-        """Most tokens of an answer."""
+        """Return the maximum tokens of an answer."""
         wanted = options.answer_tokens
         if wanted is None:
-            # By the sources alone: how long the right answers are would be a hint.
+            # By the sources alone: the length of the right answers would be a hint.
             wanted = _LONGER * max(map(len, self.sources)) + _MORE_TOKENS
         return min(wanted, self.opened.model.max_positions - 1)
 
 
 def _open(checkpoint: Path) -> OpenedModel:
-    """Open a model that translates."""
+    """Open a model that translates. Raise ConfigError if it has no encoder."""
     _scorers()
     opened = open_model(checkpoint, None)
     if not opened.model.encoder_layers:
@@ -139,9 +140,9 @@ def _open(checkpoint: Path) -> OpenedModel:
 
 
 def _read(options: Translation, opened: OpenedModel, found: list[_Texts]) -> tuple[list[array[int]], int]:
-    """Add the texts to ``found``; return the ids of the sources, and most tokens of an answer.
+    """Add the texts to ``found``; return the ids of the sources, and the maximum tokens of an answer.
 
-    Pairs with a source beyond the model's positions are left out, as in training; ConfigError if no other is read.
+    Pairs with a source beyond the model's positions are left out, as in training. Raise ConfigError if none is left.
     """
     shards = _pairs(options, opened)
     if not shards.manifest.has_sources:
@@ -163,7 +164,7 @@ def _read(options: Translation, opened: OpenedModel, found: list[_Texts]) -> tup
 
 
 def _fitting(lengths: np.ndarray, model: ModelConfig, shards: ShardSet) -> list[int]:
-    """Return the numbers of the sources that the model has positions for; ConfigError if there is none."""
+    """Return the indices of the sources that fit the model's positions. Raise ConfigError if there is none."""
     fitting = np.flatnonzero(lengths <= model.max_positions).tolist()
     if fitting:
         return fitting
@@ -177,7 +178,7 @@ def _fitting(lengths: np.ndarray, model: ModelConfig, shards: ShardSet) -> list[
 
 
 def _pairs(options: Translation, opened: OpenedModel) -> ShardSet:
-    """The folder of pairs that was named, else what the checkpoint's run held out."""
+    """Return the named folder of pairs, by default the held-out split of the checkpoint's run."""
     found = held_out_shards(options.pairs, run_of(opened.folder), option="--pairs")
     if found is not None:
         return found
@@ -188,7 +189,7 @@ def _pairs(options: Translation, opened: OpenedModel) -> ShardSet:
 
 
 def _scorers() -> Any:
-    """Return sacrebleu's metrics; ConfigError without it."""
+    """Return sacrebleu's metrics. Raise ConfigError if it is not installed."""
     try:
         from sacrebleu import metrics
     except ImportError as error:
@@ -199,7 +200,7 @@ def _scorers() -> Any:
 
 
 def _score(options: Translation, texts: _Texts, ids: list[list[int]]) -> dict[str, Any]:
-    """Write every pair with what was written of it, and the scores; return these."""
+    """Write every pair with its translation, and the scores; return the scores."""
     written = [texts.decode(tokens) for tokens in ids]
     rows = [
         {"source": texts.decode(source), "reference": reference, "written": text}

@@ -1,4 +1,4 @@
-"""``launcher measure``: how fast this machine is, as a hardware profile that ``plan`` reads.
+"""``launcher measure``: measure the speed of this machine as a hardware profile that ``plan`` reads.
 
-As many processes as a run would have ranks measure at the same time: they share cores, caches, memory and links.
+As many processes as a run would have ranks measure at the same time, since they share cores, caches, memory and links.
 """

@@ -1,4 +1,4 @@
-"""Products of weights by shape, and attention by length, mask and head size, by the code of a run's layers.
+"""Rates of weight products by shape, and of attention by length, mask and head size, with the code of a run's layers.
 
 Axes: N tokens, M width in and out of a product; T tokens of all documents, H heads, D head size.
 """
@@ -29,7 +29,7 @@ _MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 
 
 def measure_products(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """FLOPs a second forward and of both products of backward."""
+    """Measure FLOPs per second of a linear layer's product, forward, and of both its products in backward."""
     axes = {"tokens": sizes.tokens, "width": sizes.widths}
     forward = Figure("product_flops", axes, "products of a linear layer, forward")
     backward = Figure("product_backward_flops", axes, "its two products of backward")
@@ -49,14 +49,14 @@ def measure_products(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
 
 
 def measure_attention(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """FLOPs a second, forward and backward, of causal documents, of whole squares, and under windows."""
+    """Measure FLOPs per second, forward and backward, of causal documents, full squares, and sliding windows."""
     yield from _table(clock, sizes, "", "length", sizes.lengths, "causal attention of whole documents")
     yield from _table(clock, sizes, "full_", "length", sizes.squares, "attention of queries that see all keys")
     yield from _table(clock, sizes, "window_", "window", sizes.windows, "causal attention under a window")
 
 
 def slices_of(kind: str, size: int, tokens: int) -> list[AttentionSlice]:
-    """A mask of this kind over so many tokens: documents of ``size``, or one document under a window of ``size``."""
+    """Build a mask of this kind over ``tokens``: documents of ``size``, or one document with a window of ``size``."""
     if kind == "window_":
         return [AttentionSlice(0, tokens, 0, tokens, 0, size - 1)]
     lo = None
@@ -75,11 +75,11 @@ def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[in
     backward = Figure(f"{kind}attention_backward_flops", axes, f"{what}, backward{note}")
     for dtype, (size, D) in product(DTYPES, product(points, sizes.head_dims)):
         if clock.device.type == "cuda" and dtype == torch.float32 and forward.values.get("float32"):
-            # FlexAttention, compiled anew for every size: a few minutes for a dtype that few train in.
+            # FlexAttention is recompiled for every size: a few minutes, for a dtype that few train in.
             forward.add(dtype, forward.values["float32"][0])
             backward.add(dtype, backward.values["float32"][0])
             continue
-        # Several short documents, for a call has some; under a window, rows of which at least half see all of it.
+        # Several short documents, as in a real call; with a window, rows of which at least half see all of it.
         least = size
         if kind == "window_":
             least = 2 * size
@@ -87,7 +87,7 @@ def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[in
         slices = slice_table(slices_of(kind, size, tokens))
         seconds = _seconds(clock, sizes.num_heads, D, tokens, dtype, slices, window=kind == "window_")
         flops = 4 * sizes.num_heads * D * area(slices.numpy())
-        # What a mask leaves out is no work: a kernel that computes it all the same is slower.
+        # Masked scores count as no work: a kernel that computes them anyway is slower.
         forward.add(dtype, flops / seconds[0])
         backward.add(dtype, BACKWARD_FLOPS * flops / seconds[1])
     return forward, backward
@@ -109,7 +109,7 @@ def _seconds(
     q, k, v, dout = (torch.randn(1, T, H, D, device=clock.device, dtype=dtype) for _ in range(4))
     with torch.no_grad():
         out, lse = kernel.forward(q, k, v, slices, scores=scores)
-        # As a layer keeps it: partial results are float32.
+        # Same dtype as in a layer: partial results are float32.
         out = out.to(dtype)
         forward = clock.seconds(lambda: kernel.forward(q, k, v, slices, scores=scores))
         backward = clock.seconds(lambda: kernel.backward(dout, q, k, v, out, lse, slices, scores=scores))

@@ -1,4 +1,4 @@
-"""``Clock``: seconds of an action on this rank while every other rank does the same."""
+"""``Clock``: seconds of an action on this rank while all other ranks do the same."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ _TOGETHER_SECONDS, _MOST_TOGETHER = 0.05, 50
 
 
 class Clock:
-    """Times actions of one rank; all ranks must ask for the same ones in the same order."""
+    """Timer of one rank's actions; all ranks must time the same actions in the same order."""
 
     def __init__(self, device: torch.device, *, round_seconds: float, cpu_time: bool = False) -> None:
-        """A round repeats its action for about ``round_seconds``.
+        """Create a clock whose rounds repeat an action for about ``round_seconds``.
 
-        ``cpu_time`` counts what the threads of this process compute, and not what other programs take from them; ranks
-        that share a core then count as often as they share it.
+        With ``cpu_time`` it counts the CPU time of this process's threads, undisturbed by other programs; if ranks
+        share cores, that time is multiplied by the number of ranks per core.
         """
         self.device, self.round_seconds, self.cpu_time = device, round_seconds, cpu_time
         self.factor = 1.0
-        # A process may use fewer cores than the machine has.
+        # A process may be restricted to fewer cores than the machine has.
         if cpu_time:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             self.factor = max(1.0, num_ranks() / cores)
 
     def seconds(self, action: Callable[[], Any]) -> float:
-        """Of one call, the median of rounds. What a first call prepares is not in it.
+        """Return the seconds of one call, the median of rounds, without the preparations of a first call.
 
-        For an action of this rank alone: how often it is repeated is each rank's own affair. One in which ranks wait
-        for one another would hang here; ``together`` is for those.
+        Only for an action of a single rank: each rank chooses its own number of repeats, so an action in which ranks
+        wait for one another would hang. Use ``together`` for those.
         """
         meet_patiently()
         action()
         once = self._once(action, 1)
         if once > _LONG * self.round_seconds:
-            # Long enough to be told apart from what disturbs it.
+            # Long enough for disturbances not to matter.
             return min(once, self._once(action, 1))
         repeats = max(1, int(self.round_seconds / max(once, 1e-9)))
         return statistics.median(self._once(action, repeats) for _ in range(_ROUNDS))
 
     def together(self, action: Callable[[], Any]) -> float:
-        """The same of an action in which ranks wait for one another: equally often on all of them."""
-        # A first call connects, and allocates.
+        """Return the same for an action in which ranks wait for one another, repeated equally often on all of them."""
+        # The first call connects and allocates.
         action()
         meet_patiently()
-        # Ranks see different seconds, so they agree on the number of calls.
+        # Ranks measure different seconds, so they agree on the number of calls.
         once = torch.tensor([self._once(action, 1)], dtype=torch.float64, device=self.device)
         Communicator().all_reduce(once, world_group(), doing="agreeing on a number of calls", largest=True)
         repeats = min(max(1, int(_TOGETHER_SECONDS / max(once.item(), 1e-6))), _MOST_TOGETHER)
@@ -65,12 +65,12 @@ class Clock:
         return statistics.median(times)
 
     def once(self, action: Callable[[], Any]) -> float:
-        """Of a single call."""
+        """Return the seconds of a single call."""
         return self._once(action, 1)
 
     def _once(self, action: Callable[[], Any], repeats: int) -> float:
-        """Of one of so many calls."""
-        # On a GPU calls return before they are done: nothing of others may be left, and all of these must end.
+        """Return the mean seconds of one of ``repeats`` calls."""
+        # On a GPU calls return early: earlier work must be done before, and all of these calls must end.
         self._finish()
         begun = self._now()
         for _ in range(repeats):
@@ -79,7 +79,7 @@ class Clock:
         return self.factor * (self._now() - begun) / repeats
 
     def _finish(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait until the device has finished all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -1,4 +1,4 @@
-"""``Figure``: one figure of a profile while it is measured, and the file that profiles are."""
+"""``Figure``: one figure of a profile while it is measured; and the text of a profile's file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass
 class Figure:
-    """Values in the order of the axes' points, the last axis running fastest."""
+    """Measured values, in the order of the axes' points, the last axis running fastest."""
 
     name: str
     axes: Mapping[str, Sequence[float]]
@@ -29,18 +29,18 @@ class Figure:
 
     @classmethod
     def of(cls, name: str, value: float, what: str) -> Figure:
-        """One value."""
+        """Return a figure with one value."""
         return cls(name, {}, what, {ANY: [value]})
 
     def add(self, dtype: torch.dtype | None, value: float) -> None:
-        """The next value of a dtype; None for all dtypes."""
+        """Append the next value of a dtype; None stands for all dtypes."""
         key = ANY
         if dtype is not None:
             key = str(dtype).removeprefix("torch.")
         self.values.setdefault(key, []).append(value)
 
     def section(self, source: str) -> str:
-        """The figure as a section of the file."""
+        """Return the figure as a section of the file."""
         lines = [f"[{self.name}]"]
         lines += [f"{name} = {json.dumps(list(points))}" for name, points in self.axes.items()]
         shape = [len(points) for points in self.axes.values()]
@@ -51,9 +51,9 @@ class Figure:
 
 
 def mean_over_ranks(figures: Sequence[Figure]) -> Figure:
-    """One rank's figure from those of all: seconds a unit are averaged, for each rank has as many units to do."""
+    """Average one figure over ranks; seconds per unit are averaged, since each rank has the same number of units."""
     first = figures[0]
-    # All have the same points: sizes follow from the device alone.
+    # All ranks have the same points: sizes depend on the device only.
     values = {}
     for dtype in first.values:
         columns = zip(*(figure.values[dtype] for figure in figures), strict=True)
@@ -62,14 +62,14 @@ def mean_over_ranks(figures: Sequence[Figure]) -> Figure:
 
 
 def profile_text(name: str, device_type: str, figures: Sequence[Figure], when: str, notes: Sequence[str]) -> str:
-    """The whole file."""
+    """Return the full text of the profile's file."""
     head = [f"# {line}" for line in notes]
     head += [f"name = {json.dumps(name, ensure_ascii=False)}", f'device_type = "{device_type}"', ""]
     return "\n".join(head) + "\n" + "\n".join(figure.section(f"{figure.what}; {when}") for figure in figures)
 
 
 def _harmonic(values: Sequence[float]) -> float:
-    # A figure that may be nothing: no peak is known, nothing is hidden.
+    # A figure may be 0: the peak is unknown, or no time is hidden.
     if not all(values):
         return 0.0
     return len(values) / sum(1 / value for value in values)
@@ -80,13 +80,13 @@ def _rounded(value: float) -> float:
 
 
 def _text(values: Any) -> str:
-    """Numbers as TOML has them, a row of a table a line."""
+    """Format numbers as TOML, one line per row of a table."""
     if isinstance(values, list) and values and isinstance(values[0], list):
         return "[\n" + "".join(f"  {_text(row)},\n" for row in values) + "]"
     if isinstance(values, list):
         return "[" + ", ".join(map(_text, values)) + "]"
     text = f"{values:.{_DIGITS}g}"
-    # TOML tells whole numbers from others.
+    # TOML distinguishes integers from floats.
     if "." not in text and "e" not in text:
         text += ".0"
     return text

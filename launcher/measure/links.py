@@ -1,4 +1,4 @@
-"""Links between the ranks of this machine: hops of a ring by size, all-to-alls, and what computing hides of them."""
+"""Links between the ranks of this machine: ring hops by size, all-to-alls, and the share hidden behind computing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel.comm.world import num_ranks, own_rank
 
 
 def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """Bytes a second that each rank sends while it receives as many, all ranks at once."""
+    """Measure bytes per second that each rank sends while it receives as many, all ranks at once."""
     if num_ranks() == 1:
         yield from _of_one_rank(clock, sizes)
         return
@@ -28,7 +28,7 @@ def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
         sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
         of_hops.append(clock.together(lambda: _hop(sent, received)))  # noqa: B023
         hops.add(None, num_bytes / of_hops[-1])
-        # A part stays where it is.
+        # Each rank keeps its own part.
         leaving = num_bytes // ranks * (ranks - 1)
         sent, received = sent[: num_bytes // ranks * ranks], received[: num_bytes // ranks * ranks]
         exchanges.add(None, leaving / clock.together(lambda: _all_to_all(sent, received)))  # noqa: B023
@@ -36,14 +36,14 @@ def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     yield exchanges
     largest = sizes.message_bytes[-1] / of_hops[-1]
     yield Figure.of("network_bandwidth", largest, "the largest hop within this machine stands for a network")
-    # What the smallest message takes beyond its bytes, at the rate of the largest one.
+    # Time of the smallest message beyond its bytes, at the rate of the largest one.
     smallest = max(of_hops[0] - sizes.message_bytes[0] * of_hops[-1] / sizes.message_bytes[-1], 1e-7)
     yield Figure.of("message_seconds", smallest, "the smallest hop")
     yield Figure.of("hidden_share", _hidden_share(clock, sizes.message_bytes[-1]), "a product beside a hop, and alone")
 
 
 def _of_one_rank(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """What a profile must say of links, where there are none."""
+    """Yield the links' figures that a profile must have, for a single rank without links."""
     what = "one rank has no links: copies within memory stand for them"
     x = torch.zeros(sizes.message_bytes[-1], dtype=torch.uint8, device=clock.device)
     bandwidth = sizes.message_bytes[-1] / clock.seconds(x.clone)
@@ -58,7 +58,7 @@ def _hop(sent: Tensor, received: Tensor) -> None:
 
 
 def _start_hop(sent: Tensor, received: Tensor) -> Pending:
-    """To the next rank, from the one before."""
+    """Start a send to the next rank and a receive from the previous one."""
     rank, ranks = own_rank(), num_ranks()
     to, source = {(rank + 1) % ranks: [sent]}, {(rank - 1) % ranks: [received]}
     return Communicator().send_recv(to, source, world_group(), doing="measuring hops")
@@ -69,11 +69,11 @@ def _all_to_all(sent: Tensor, received: Tensor) -> None:
 
 
 def _hidden_share(clock: Clock, num_bytes: int) -> float:
-    """How much of a hop's time a rank computes besides, 0 to 1: of products that take as long."""
+    """Return the share of a hop's time, 0 to 1, that is hidden behind products that take as long."""
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
     x_MM = torch.randn(256, 256, device=clock.device)
     moving, product = clock.together(lambda: _hop(sent, received)), clock.seconds(lambda: torch.mm(x_MM, x_MM))
-    # The same number on all ranks: they wait for one another.
+    # The number must be the same on all ranks, because they wait for one another.
     times = torch.tensor([max(1.0, moving / product)], dtype=torch.float64, device=clock.device)
     Communicator().all_reduce(times, world_group(), doing="agreeing on a number of products", largest=True)
     repeats = min(int(times.item()), 10000)

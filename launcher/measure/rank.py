@@ -1,7 +1,7 @@
 """One of the processes that measure at the same time: ``python -m launcher.measure.rank RESULT``.
 
-Its orders are JSON on standard input, its rank is in the environment, as launchers set it. Rank 0 writes a line with
-what it is about to measure to standard output, and the mean of all ranks' figures to the file RESULT.
+It reads its orders as JSON from standard input, and its rank from the environment, as launchers set it. Rank 0 prints
+the title of each part before measuring it, and writes the mean of all ranks' figures to the file RESULT.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longctx.errors import LongCtxError
 
 
 def measure(orders: dict[str, Any], say: Callable[[str], None]) -> list[Figure]:
-    """Join the others and measure."""
+    """Join the process group and measure."""
     from parallel.comm.process import start_process_group, stop_process_group
     from parallel.runtime.device import choose_device
 
@@ -36,7 +36,7 @@ def measure(orders: dict[str, Any], say: Callable[[str], None]) -> list[Figure]:
 
 
 def measure_together(orders: dict[str, Any], device: torch.device, say: Callable[[str], None]) -> list[Figure]:
-    """Every figure, the mean over all ranks, on each of them. Collective; the process group must be up."""
+    """Return every figure as the mean over all ranks, on each of them. Collective; requires a process group."""
     from parallel.comm.world import gather_objects
 
     own: list[Figure] = []
@@ -47,7 +47,7 @@ def measure_together(orders: dict[str, Any], device: torch.device, say: Callable
 
 
 def _parts(orders: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Iterator[Figure]]]:
-    """What is measured, in its order, each with a title; nothing is measured before it is asked for."""
+    """Yield each part's title and its figures, in order; a part is measured only when its figures are consumed."""
     sizes = BY_NAME[orders["sizes"] or device.type]
     # DeepSpeed decides on a device when it is imported.
     from launcher.measure.attention import measure_attention, measure_products
@@ -68,7 +68,7 @@ def _parts(orders: dict[str, Any], device: torch.device) -> Iterator[tuple[str, 
 
 
 def main(result: Path, orders: dict[str, Any]) -> None:
-    """Measure, and write the figures or the reason why there are none."""
+    """Measure, and write the figures or the error."""
     logging.disable(logging.WARNING)
     is_first = os.environ["RANK"] == "0"
 

@@ -28,7 +28,7 @@ _MOST_RANKS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """What is measured."""
+    """Options of a measurement."""
 
     ranks: int = 0
     """Processes at the same time; 0 is one for each GPU, or one."""
@@ -41,12 +41,12 @@ class MeasureOptions:
 
 
 def measure_machine(options: MeasureOptions, folder: Path, progress: Callable[[str], None]) -> tuple[str, Hardware]:
-    """The text of a profile of this machine, and the profile. Disks are measured in ``folder``."""
+    """Return the text of a profile of this machine, and the profile. Disks are measured in ``folder``."""
     ranks = _num_ranks(options)
     with tempfile.TemporaryDirectory() as place:
         figures = _figures(options, ranks, folder, Path(place), progress)
     text = profile_text(_name(options, ranks), _device_type(options), figures, _when(options, ranks), _NOTES)
-    # Read as ``plan`` will: a profile that it would refuse is never written.
+    # Parsed as ``plan`` will do: a profile that it would reject is never written.
     return text, from_values(tomllib.loads(text), "measured")
 
 
@@ -57,7 +57,7 @@ _NOTES = (
 
 
 def _num_ranks(options: MeasureOptions) -> int:
-    """Return how many processes to start; ConfigError if there cannot be so many."""
+    """Return the number of processes to start; raise ConfigError if this machine cannot run so many."""
     import torch
 
     gpus = 0
@@ -99,7 +99,7 @@ def _figures(
             worker.stdin.close()
         _watch(workers, progress)
     finally:
-        # Also when the user presses Ctrl-C, or one has failed: the others would wait for it.
+        # Also after Ctrl-C, or if one worker has failed: the others would wait for it.
         for worker in workers:
             worker.kill()
             worker.wait()
@@ -108,7 +108,7 @@ def _figures(
 
 def _start(rank: int, ranks: int, port: int, result: Path, log: Path) -> subprocess.Popen[str]:
     environment = dict(os.environ) | {
-        # The worker imports the packages from where this process has them, whatever the folder it starts in.
+        # The worker imports the packages from the same place as this process, in any working folder.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -117,7 +117,7 @@ def _start(rank: int, ranks: int, port: int, result: Path, log: Path) -> subproc
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    # The log lies open no longer than the process that writes it needs.
+    # This process closes the log at once; only the worker keeps it open.
     with log.open("w") as errors_of_rank:
         return subprocess.Popen(
             [sys.executable, "-m", "launcher.measure.rank", str(result)],
@@ -130,7 +130,7 @@ def _start(rank: int, ranks: int, port: int, result: Path, log: Path) -> subproc
 
 
 def _watch(workers: list[subprocess.Popen[str]], progress: Callable[[str], None]) -> None:
-    """Pass on what rank 0 says until all have ended, or one has failed."""
+    """Report rank 0's lines as progress until all workers have ended or one has failed."""
     assert workers[0].stdout is not None
     for line in workers[0].stdout:
         progress(line.strip())
@@ -142,13 +142,13 @@ def _watch(workers: list[subprocess.Popen[str]], progress: Callable[[str], None]
 
 
 def _read(result: Path, ranks: int, place: Path) -> list[Figure]:
-    """Rank 0's file, or the error of the first rank that has one."""
+    """Return the figures in rank 0's file, or raise the first error of any rank."""
     answers: list[dict[str, Any]] = []
     for rank in range(ranks):
         path = result.with_suffix(f".{rank}")
         if path.exists():
             answers.append(json.loads(path.read_text()))
-    # A user's mistake goes before what other ranks say of its consequences.
+    # A user's mistake comes first; other ranks only report its consequences.
     for answer in answers:
         if answer.get("kind"):
             raise getattr(errors, answer["kind"], ClusterError)(answer["error"])
@@ -180,7 +180,7 @@ def _name(options: MeasureOptions, ranks: int) -> str:
 
 
 def _when(options: MeasureOptions, ranks: int) -> str:
-    """The end of every source."""
+    """Return the end of every figure's source."""
     seconds = ""
     if options.cpu_time:
         seconds = ", CPU seconds"

@@ -1,4 +1,4 @@
-"""The sizes that are measured: few enough for a minute, far enough apart for what lies between them."""
+"""Sizes to measure: few enough to take a minute, far enough apart to interpolate between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sizes:
 
 
 ON_CPU = Sizes(
-    # Below some 500 tokens and widths below 200 a core multiplies slower; above, faster no more.
+    # Below some 500 tokens and widths below 200 a core multiplies more slowly; above, it gets no faster.
     tokens=(16, 128, 512, 2048),
     widths=(64, 192, 512, 1024),
     lengths=(128, 512, 2048, 4096),
@@ -44,7 +44,7 @@ ON_CPU = Sizes(
     windows=(128, 512, 2048),
     head_dims=(64, 128),
     num_heads=2,
-    # In the second-level cache, in the third, beyond both, and where glibc asks for new pages each time (32 MiB).
+    # In the L2 cache, in the L3 cache, beyond both, and from the size at which glibc maps new pages each time (32 MiB).
     tensor_bytes=(1 << 16, 1 << 20, 1 << 23, 3 << 24),
     message_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23),
     state_widths=(64, 384),

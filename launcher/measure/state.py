@@ -1,7 +1,7 @@
-"""What a step takes beside its tokens: gradients, their reduction, the update, and bookkeeping, in each ZeRO stage.
+"""Time of a step that does not depend on tokens: gradients, reduction, update, and bookkeeping, by ZeRO stage.
 
-Steps of a few tokens, by the engine that a run has, of models of two sizes: what a larger one takes longer is its
-parameters', and what is left is what any step takes.
+Measured on steps of a few tokens with a run's own engine, for models of two sizes: the extra time of the larger one is
+due to its parameters, and the rest is the fixed cost of any step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Step(NamedTuple):
 
 
 def measure_state(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """Parameters a second of each part, by stage and dtype, and seconds that do not depend on parameters."""
+    """Measure parameters per second of each part, by stage and dtype, and seconds that do not depend on parameters."""
     axes = {"stage": [stage + 1 for stage in _STAGES]}
     what = "steps of a few tokens, models of two sizes"
     names = ("gradient_parameters", "reduction_parameters", "update_parameters")
@@ -52,7 +52,7 @@ def measure_state(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     fixed = [Figure(name, axes, f"{what}, parameters apart") for name in names]
     for dtype in DTYPES:
         for stage in _STAGES:
-            # DeepSpeed's stage 0 has no bfloat16 with float32 sums: a run is refused, and nothing reads this.
+            # DeepSpeed's stage 0 has no bfloat16 with float32 sums: such runs are refused, so this figure is unused.
             if stage == 0 and dtype == torch.bfloat16:
                 _repeat_last(rates, fixed)
                 continue
@@ -71,10 +71,10 @@ def _repeat_last(*figures: list[Figure]) -> None:
 
 
 def measure_process(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """Resident bytes of this process; nothing on a GPU, whose memory has none of it."""
+    """Measure resident bytes of this process; yield no figure on a GPU, whose memory holds none of them."""
     if clock.device.type != "cpu":
         return
-    # Much is imported by the first step, and some of it allocates.
+    # The first step imports many modules, and some of them allocate.
     _step(clock, _config(1, torch.float32, width=sizes.state_widths[0], layers=1, vocabulary=256), num_steps=1)
     resident = psutil.Process().memory_info().rss
     yield Figure.of("process_bytes", resident, "resident memory of a rank after steps of a tiny model")
@@ -102,7 +102,7 @@ class _Stage:
 
 
 def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabulary: int) -> ResolvedConfig:
-    """A dense model of this width over as many data ranks as there are, two micro-batches a step."""
+    """Build a config of a dense model of this width, with one data rank per process and two micro-batches a step."""
     heads = max(1, width // 64)
     model = ModelSection(
         hidden_size=width,
@@ -121,13 +121,13 @@ def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabula
         train=ResolvedTrain(
             tokens_per_step=2 * _TOKENS * num_ranks(), dtype=_NAMES[dtype], products=fastest_products()
         ),
-        # Stage 3 keeps small weights whole: here norms alone, as in models whose matrices are larger.
+        # Stage 3 keeps small weights unsharded: here only norms, as in models whose matrices are larger.
         zero=ResolvedZero(stage=stage, param_persistence_threshold=width),
     )
 
 
 def _step(clock: Clock, config: ResolvedConfig, num_steps: int) -> _Step:
-    """Median seconds of a step's parts; the first one, which allocates, is left out."""
+    """Return median seconds of a step's parts, without the first step, which allocates."""
     mesh = Mesh.build(context=1, ulysses=1, expert=1)
     engine = build_engine(config, mesh, accumulation=2)
     engine.initialize(0)
@@ -140,7 +140,7 @@ def _step(clock: Clock, config: ResolvedConfig, num_steps: int) -> _Step:
         engine.backward(task.loss(loss, counts))
 
     def timed(action: Callable[[], Any]) -> float:
-        # Ranks wait for one another within: they begin together.
+        # Ranks wait for one another inside the action, so they must begin together.
         meet_patiently()
         return clock.once(action)
 
@@ -148,7 +148,7 @@ def _step(clock: Clock, config: ResolvedConfig, num_steps: int) -> _Step:
         adding, reducing = timed(lambda: micro_batch(0)), timed(lambda: micro_batch(1))
         steps.append(_Step(adding, reducing, timed(lambda: engine.step(1e-4))))
     if clock.device.type == "cuda":
-        # DeepSpeed's engine is in circles of references: the next one may need its memory.
+        # DeepSpeed's engine is part of reference cycles: collect them, since the next engine may need the memory.
         del engine
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""A record as one line of the console, the time that a run has left, and the living line of a terminal."""
+"""A record as one console line, the remaining time of a run, and the live line of a terminal."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 from launcher.metrics.expert_load import worst_max_over_mean
 from launcher.wording import short_duration
 
-if TYPE_CHECKING:  # rich is imported where a terminal is watched, and nowhere else
+if TYPE_CHECKING:  # rich is imported only if a terminal is watched
     from rich.progress import Progress
 
 
 def short_number(value: float) -> str:
-    """Three or four significant digits with k, M, G or T: ``10132 -> 10.1k``."""
+    """Format three or four significant digits with k, M, G or T: ``10132 -> 10.1k``."""
     if not math.isfinite(value):
         return str(value)
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # What rounds up to the unit has it: 999.96 is 1.0k, not 1000.
+        # A value that rounds up to the unit gets it: 999.96 is 1.0k, not 1000.
         if abs(value) >= size * 0.9995:
             scaled = value / size
             if abs(scaled) >= 99.95:
@@ -34,17 +34,17 @@ def short_number(value: float) -> str:
 
 
 class Pace:
-    """Wall time of a run's last steps, validations and checkpoints between them included."""
+    """Wall time of a run's last steps, including validations and checkpoints between them."""
 
     WINDOW_STEPS = 100
     """Older steps do not count: a machine may get faster or slower."""
 
     def __init__(self, step: int, now: float) -> None:
-        """The run stands at ``step`` at the time ``now``, in seconds of any clock that never goes back."""
+        """Start at ``step`` at the time ``now``, in seconds of any monotonic clock."""
         self._times = deque([(step, now)], maxlen=self.WINDOW_STEPS + 1)
 
     def seconds_left(self, step: int, last_step: int, now: float) -> float | None:
-        """Seconds until ``last_step`` at the pace so far, with ``step`` done ``now``; None where no step was taken."""
+        """Return seconds until ``last_step`` at the pace so far, with ``step`` done ``now``; None before any step."""
         if step > self._times[-1][0]:
             self._times.append((step, now))
         first_step, first_time = self._times[0]
@@ -56,12 +56,12 @@ class Pace:
 def console_line(
     record: Mapping[str, Any], total_steps: int | None = None, *, seconds_left: float | None = None
 ) -> str:
-    """A record as one line: fixed order, units; what the record does not know is left out."""
+    """Format a record as one line with fixed order and units; values missing from the record are left out."""
     step = str(record["step"])
     if total_steps is not None:
         # 100% only at the last step.
         done = f"{100 * record['step'] // max(1, total_steps)}%"
-        # As wide as the last step, so that the columns of a run stand below each other.
+        # Padded to the width of the last step, so that the columns of a run line up.
         step = f"{record['step']:>{len(str(total_steps))}}/{total_steps} {done:>4}"
     parts = [f"step {step}"]
     if record["kind"] == "train":
@@ -91,7 +91,7 @@ def _train_parts(record: Mapping[str, Any]) -> list[str]:
     )
     parts = ["no token counts"] if record["loss"] is None else []
     for key, form in formats:
-        # Where a device cannot tell its peak memory, the record says 0.
+        # If a device cannot report its peak memory, the record says 0.
         is_unknown = record.get(key) is None or (key == "max_memory_bytes" and not record[key])
         if not is_unknown:
             parts.append(form(record[key]))
@@ -117,12 +117,12 @@ def _validation_parts(record: Mapping[str, Any]) -> list[str]:
 
 
 def is_watched(stream: TextIO) -> bool:
-    """Whether the stream is a terminal that can redraw a line."""
+    """Return True if the stream is a terminal that can redraw a line."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class LiveLine:
-    """A bar of the steps with loss, speed, what happens now and the time left."""
+    """Progress bar of the steps, with loss, speed, current activity and remaining time."""
 
     def __init__(self, total_steps: int, *, is_shown: bool) -> None:
         self._total_steps, self._is_shown = total_steps, is_shown
@@ -130,7 +130,7 @@ class LiveLine:
         self._redirected: list[tuple[logging.StreamHandler, TextIO]] = []
 
     def start(self) -> None:
-        """Draw the line, and let the log's lines appear above it."""
+        """Draw the line, and redirect the log so that its lines appear above it."""
         if not self._is_shown:
             return
         from rich.console import Console
@@ -149,14 +149,14 @@ class LiveLine:
         self._bar = Progress(*columns, console=Console(file=terminal), transient=True, refresh_per_second=4)
         self._bar.add_task("step 1", total=self._total_steps, note="")
         self._bar.start()
-        # From now on sys.stdout writes above the line; the log's handler still holds the terminal itself.
+        # From now on sys.stdout writes above the line, but the log's handler still holds the terminal itself.
         for handler in logging.getLogger("launcher").handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is terminal:
                 handler.setStream(sys.stdout)
                 self._redirected.append((handler, terminal))
 
     def update(self, record: Mapping[str, Any], *, seconds_left: float | None) -> None:
-        """Show a step that was taken."""
+        """Show a completed step."""
         if self._bar is None:
             return
         parts = ["no token counts" if record["loss"] is None else f"loss {record['loss']:.4f}"]
@@ -172,12 +172,12 @@ class LiveLine:
         )
 
     def say(self, what: str) -> None:
-        """Show what happens between two steps."""
+        """Show the current activity between two steps."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], note=what)
 
     def stop(self) -> None:
-        """Take the line away and give the terminal back to the log. Safe to call twice."""
+        """Remove the line and give the terminal back to the log. Safe to call twice."""
         if self._bar is None:
             return
         for handler, terminal in self._redirected:

@@ -1,8 +1,8 @@
-"""Expert loads, how many tokens chose each expert of a layer: their figures, and how they are kept on disk.
+"""Expert loads, the number of tokens routed to each expert of a layer: their figures, and their format on disk.
 
-Of a small model all counts of every step are written; of a large one all counts now and then. A model of 48 layers and
-128 experts has 6,144 counts a step: written out, 10,000 steps would be half a gigabyte. Its records have the figures of
-each layer, and which experts were idle, in every step, and the counts in some.
+For a small model all counts are written in every step. For a large one that would be too much: 48 layers of 128 experts
+have 6,144 counts a step, or half a gigabyte in 10,000 steps. Its records have each layer's figures and the idle experts
+in every step, but all counts only in some.
 
 Axes: L expert layers, E experts.
 """
@@ -23,17 +23,17 @@ from longctx.errors import DataError
 
 
 def expert_layers(model: ModelConfig) -> list[int]:
-    """The layers that have experts, in order: the rows of every tensor with an L axis.
+    """Return the layers that have experts, in order: the rows of every tensor with an L axis.
 
-    Those behind the last layer are for multi-token prediction.
+    Those after the last decoder layer are for multi-token prediction.
     """
     return [layer for layer in range(model.depth) if model.has_experts(layer)]
 
 
 def max_over_mean(counts: Sequence[float]) -> float:
-    """Tokens of the busiest expert over the mean, ``max / (sum / E)``: 1.0 is even, E / top-k the worst.
+    """Return tokens of the busiest expert over the mean, ``max / (sum / E)``: 1.0 is even, E / top-k the worst.
 
-    With experts spread over devices this is how much longer the slowest one computes. NaN when no token was routed.
+    With experts spread over devices, the slowest device takes this many times longer. NaN if no token was routed.
     """
     total = sum(counts)
     if not total:
@@ -42,14 +42,14 @@ def max_over_mean(counts: Sequence[float]) -> float:
 
 
 def max_violation(counts: Sequence[float]) -> float:
-    """How far the busiest expert lies above the mean: ``max / mean − 1``, 0 when even (arXiv 2408.15664: MaxVio)."""
+    """Return the excess of the busiest expert, ``max / mean − 1``: 0 if even (MaxVio in arXiv 2408.15664)."""
     return max_over_mean(counts) - 1
 
 
 def mean_violation(counts: Sequence[float]) -> float:
-    """How far experts lie from the mean, on average: ``Σ |counts[e] − mean| / (E · mean)``, 0 when even.
+    """Return the mean deviation of experts from the mean, ``Σ |counts[e] − mean| / (E · mean)``: 0 if even.
 
-    Half of it is the share of tokens that another expert would have to take. NaN when no token was routed.
+    Half of it is the share of tokens that would have to move to other experts. NaN if no token was routed.
     """
     total = sum(counts)
     if not total:
@@ -58,14 +58,14 @@ def mean_violation(counts: Sequence[float]) -> float:
 
 
 def idle_share(counts: Sequence[float]) -> float:
-    """Share of experts that got no token: ``#{e: counts[e] = 0} / E``."""
+    """Return the share of experts that got no token: ``#{e: counts[e] = 0} / E``."""
     if not counts:
         return math.nan
     return sum(1 for count in counts if count == 0) / len(counts)
 
 
 def load_entropy(counts: Sequence[float]) -> float:
-    """``−Σ p·ln p`` in nats with ``p = counts / sum``: ln E is even, ln top-k the worst."""
+    """Return the entropy ``−Σ p·ln p`` in nats, with ``p = counts / sum``: ln E is even, ln top-k the worst."""
     total = sum(counts)
     if not total:
         return math.nan
@@ -74,7 +74,7 @@ def load_entropy(counts: Sequence[float]) -> float:
 
 
 def layer_numbers(record: Mapping[str, Any]) -> list[int]:
-    """The layer of each row of ``expert_load``: ``expert_layers``, or the rows counted where a record lacks it."""
+    """Return the layer of each row of ``expert_load``: ``expert_layers``, or row numbers if the record lacks it."""
     return record.get("expert_layers") or list(range(len(record.get("expert_load") or [])))
 
 
@@ -83,12 +83,12 @@ DEAD_AFTER_STEPS = 50
 
 
 def expert_name(layer: int, expert: int) -> str:
-    """The expert as its weights are named: ``model.layers.3.mlp.experts.7``."""
+    """Return the expert's name as in its weights: ``model.layers.3.mlp.experts.7``."""
     return f"model.layers.{layer}.mlp.experts.{expert}"
 
 
 def worst_max_over_mean(expert_load: Sequence[Sequence[float]]) -> float | None:
-    """``max_over_mean`` of the least even layer; None for a dense model or when nothing was routed."""
+    """Return ``max_over_mean`` of the least balanced layer; None for a dense model or if no token was routed."""
     figures = [max_over_mean(layer) for layer in expert_load if sum(layer)]
     return max(figures, default=None)
 
@@ -111,17 +111,17 @@ FIGURE_KEYS = (
 
 
 def steps_between_loads(counts: int) -> int:
-    """Steps from one record with all counts, layers times experts, to the next."""
+    """Return the number of steps between two records with all counts; ``counts`` is layers times experts."""
     if counts <= WHOLE_COUNTS:
         return 1
     return math.ceil(counts / MEAN_COUNTS)
 
 
 def shortened(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record as it is written: of a large model with rounded figures, and in most steps without its counts.
+    """Return the record to write: a large model's has rounded figures and, in most steps, no counts.
 
-    All counts stand in the steps that ``steps_between_loads`` divides, and in steps 1, 2, 4, 8, … A record depends on
-    its own step alone, so a resumed run writes the same ones.
+    All counts are written in the steps divisible by ``steps_between_loads``, and in steps 1, 2, 4, 8, … A record
+    depends on its own step only, so a resumed run writes the same ones.
     """
     loads = record.get("expert_load") or []
     if not loads:
@@ -137,14 +137,14 @@ def shortened(record: Mapping[str, Any]) -> dict[str, Any]:
     is_power_of_two = step > 0 and step & (step - 1) == 0
     if step % every and not is_power_of_two:
         del short["expert_load"]
-        # One bit an expert, layer after layer.
+        # One bit per expert, layer after layer.
         idle_LE = np.packbits(np.array(loads) == 0)
         short["expert_idle"] = base64.b64encode(zlib.compress(idle_LE.tobytes(), 9)).decode()
     return short
 
 
 def idle_experts(record: Mapping[str, Any], num_experts: int) -> np.ndarray | None:
-    """Which experts got no token in this step, bool [L, E]; None where the record does not say."""
+    """Return a bool array [L, E] of the experts that got no token in this step; None if the record lacks it."""
     if record.get("expert_load"):
         return np.array(record["expert_load"]) == 0
     if not record.get("expert_idle"):
@@ -152,7 +152,7 @@ def idle_experts(record: Mapping[str, Any], num_experts: int) -> np.ndarray | No
     size = len(record["expert_layers"]) * num_experts
     num_bytes = -(-size // 8)
     try:
-        # No more than there are experts: the text may be anybody's.
+        # Decompress no more than there are experts: the text is untrusted.
         unpacked = zlib.decompressobj().decompress(base64.b64decode(record["expert_idle"]), num_bytes + 1)
     except (ValueError, zlib.error) as error:
         raise DataError(f"{METRICS_FILE}, step {record['step']}: expert_idle cannot be read ({error}).") from error

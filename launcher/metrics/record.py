@@ -1,12 +1,12 @@
 """The record of a run: the lines of ``metrics.jsonl``.
 
-Rank 0 alone writes. A record is a plain dict of one of three kinds, which its ``kind`` names: ``train`` (one a step,
-made by ``launcher/training/step.py``), ``validation`` and ``event`` (a resume). ``docs/run-folder.md`` defines every
+Only rank 0 writes it. A record is a plain dict of one of three kinds, named by its ``kind``: ``train`` (one per step,
+built by ``launcher/training/step.py``), ``validation`` and ``event`` (a resume). ``docs/run-folder.md`` defines every
 key.
 
-JSON has no NaN, and a loss may be one. A number that is not finite is written as ``null``, and the record gains
+JSON has no NaN, and a loss may be one. A number that is not finite is written as ``null``, and the record gets
 ``"non_finite": {"loss": "nan"}``: dotted path to ``nan``, ``inf`` or ``-inf``. So ``null`` alone means *not known*.
-``read_metrics`` puts the numbers back.
+``read_metrics`` restores the numbers.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ _NON_FINITE = "non_finite"
 
 
 def without_timing(record: Mapping[str, Any]) -> Record:
-    """The part of a record that two equal runs share: everything but ``TIMING_KEYS``."""
+    """Return the part of a record that two equal runs share: everything but ``TIMING_KEYS``."""
     return {key: value for key, value in record.items() if key not in TIMING_KEYS}
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """A record as one line of strict JSON, newline not included."""
+    """Encode a record as one line of strict JSON, without the newline."""
     try:
         return json.dumps(record, allow_nan=False)
     except ValueError:
-        # Some number is not finite: the rare case pays for the search.
+        # Some number is not finite: only this rare case pays for the search.
         found: dict[str, str] = {}
         finite = {key: _take_non_finite(value, key, found) for key, value in record.items()}
         return json.dumps({**finite, _NON_FINITE: found}, allow_nan=False)
 
 
 def decode(line: bytes) -> Record:
-    """The record of one line; ValueError says what is wrong with it."""
+    """Parse the record of one line; raise ValueError with the reason if it is malformed."""
     record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
@@ -80,7 +80,7 @@ def decode(line: bytes) -> Record:
 
 
 def check_record(record: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the record has a known kind, that kind's keys and a whole-number step."""
+    """Raise ValueError unless the record has a known kind, that kind's keys and an integer step."""
     kind = record.get("kind")
     if not isinstance(kind, str) or kind not in REQUIRED_KEYS:
         raise ValueError(f"kind={kind!r} must be one of {sorted(REQUIRED_KEYS)}")
@@ -93,7 +93,7 @@ def check_record(record: Mapping[str, Any]) -> None:
 
 
 def _take_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
-    """The value with None for each number that is not finite; ``found`` gets those by their dotted path."""
+    """Replace each number that is not finite by None; store it in ``found`` by its dotted path."""
     if isinstance(value, float) and not math.isfinite(value):
         found[path] = str(float(value))
         return None
@@ -117,9 +117,9 @@ def _put_back(holder: Any, path: str, number: float) -> None:
 
 
 def read_metrics(folder: Path | str) -> list[Record]:
-    """Every record of a run folder, in the order written; DataError names file and line of anything else.
+    """Return all records of a run folder in the order written; raise DataError with file and line of a malformed one.
 
-    A last line without an end, which a killed run leaves behind, is passed over with a warning.
+    An unterminated last line, which a killed run leaves, is skipped with a warning.
     """
     path = Path(folder) / METRICS_FILE
     if not path.is_file():
@@ -131,9 +131,9 @@ def read_metrics(folder: Path | str) -> list[Record]:
 
 
 def readable_records(path: Path, having: str = "") -> Iterator[Record]:
-    """Yield the records of a file's lines that have this text in them; nothing for a file that is not there.
+    """Yield the records of a file's lines that contain the text ``having``; none if the file does not exist.
 
-    Lines that a kill has cut short, or that somebody has edited, are passed over.
+    Lines that were cut short by a kill, or broken by editing, are skipped.
     """
     if not path.is_file():
         return
@@ -145,7 +145,7 @@ def readable_records(path: Path, having: str = "") -> Iterator[Record]:
 
 
 def missing_steps(folder: Path | str, step: int) -> list[range]:
-    """Return the runs of steps up to ``step`` of which no row is left, in order; the folder's own steps alone count.
+    """Return the ranges of steps up to ``step`` whose rows are missing, in order; only the folder's own steps count.
 
     A run that went on in a new folder has rows from there on: its first row is that of the resume.
     """
@@ -167,11 +167,11 @@ def missing_steps(folder: Path | str, step: int) -> list[range]:
 
 
 def truncate_after(folder: Path, step: int | None) -> int:
-    """Move rows of later steps than ``step`` to ``metrics.discarded.jsonl``; returns how many lines moved.
+    """Move rows of steps after ``step`` to ``metrics.discarded.jsonl``; return the number of lines moved.
 
-    Called on resume, before the writer opens, with the checkpoint's step (-1 moves everything, None only a torn last
-    line, which moves as it is). The rows are safe in the second file before the first is replaced, so being killed in
-    between can repeat rows there but never lose one.
+    Called on resume, before the writer opens, with the checkpoint's step; -1 moves everything, None only a torn last
+    line, unchanged. The rows are safe in the second file before the first is replaced, so a kill in between can repeat
+    rows there but never lose one.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
@@ -197,13 +197,13 @@ def truncate_after(folder: Path, step: int | None) -> int:
 
 
 def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """Whole lines, and what a killed writer left after them. An unfinished line that is a whole record is a line."""
+    """Return complete lines, and the unfinished rest of a killed writer; a rest that is a valid record is a line."""
     *lines, tail = data.split(b"\n")
     try:
         decode(tail)
     except ValueError:
         return lines, tail
-    # The writer was killed between a record and its line feed.
+    # The writer was killed between a record and its newline.
     return [*lines, tail], b""
 
 
@@ -219,10 +219,10 @@ def _decode_lines(path: Path, lines: Sequence[bytes]) -> Iterator[Record]:
 
 
 def _append_durably(path: Path, lines: Sequence[bytes]) -> None:
-    """Append lines, and return once they are on the disk."""
+    """Append lines, and return once they are on disk."""
     torn = path.is_file() and not (path.read_bytes() or b"\n").endswith(b"\n")
     with path.open("ab") as file:
-        # An earlier append may have been killed within a line: ours starts on a line of its own.
+        # An earlier append may have been killed within a line: start on a new line.
         if torn:
             file.write(b"\n")
         file.write(b"".join(line + b"\n" for line in lines))

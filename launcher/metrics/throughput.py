@@ -1,6 +1,6 @@
-"""How fast a run is: one function a quantity, each with its formula.
+"""Throughput of a run: one function per quantity, each with its formula.
 
-FLOPs here are *model* FLOPs: what the mathematics needs, two for each multiply-and-add. Work that an implementation
+FLOPs here are *model* FLOPs: those the mathematics needs, two for each multiply-add. Work that an implementation
 adds (recomputed activations, masked-out scores) is not counted, so a slower method never looks better.
 """
 
@@ -33,30 +33,30 @@ _PEAK_TFLOPS_BFLOAT16: tuple[tuple[str, float], ...] = (
 
 @cache
 def matmul_parameters(config: ModelConfig) -> int:
-    """Weights that one token is multiplied by: active experts only, no embedding look-up, norms or biases.
+    """Count the weights that one token is multiplied by: active experts only, no embedding lookup, norms or biases.
 
-    All of ``count_matrices`` but the embedding: attention's projections, the FFN ``2·M·F`` or gated ``3·M·F``, or else
-    router ``M·E``, the chosen experts ``top_k·3·M·F_expert`` and the shared expert ``3·M·F_shared`` with its gate
-    ``M``. Once a model, and once for each block for multi-token prediction: the output head ``V·M``, tied or not.
+    All of ``count_matrices`` but the embedding: attention's projections; the FFN, ``2·M·F`` or gated ``3·M·F``, or
+    instead router ``M·E``, the chosen experts ``top_k·3·M·F_expert`` and the shared expert ``3·M·F_shared`` with its
+    gate ``M``. The output head ``V·M``, tied or not, counts once, and once more per block for multi-token prediction.
     """
-    # A tied head multiplies the embedding's weights, which are looked up besides; one of its own is in the counts.
+    # A tied head multiplies by the embedding's weights, which are also looked up; an untied head has its own weights.
     counts, table = count_matrices(decoder_of(config), active=True, uses=True), config.vocab_size * config.embedding_dim
     multiplied = sum(counts.values())
     if not config.tie_embeddings:
         multiplied -= table
     multiplied += config.mtp_layers * head_parameters(config)
     if config.pair_head != "none":
-        # Of first tokens alone.
+        # The pair head only sees first tokens.
         multiplied -= pair_head_size(config)
     if config.encoder_layers:
-        # Cross attention's queries and output.
+        # Queries and output of cross attention.
         multiplied += 2 * config.num_layers * config.hidden_size * config.num_heads * config.head_dim
     return multiplied
 
 
 @cache
 def source_parameters(config: ModelConfig) -> int:
-    """Weights that one token of a source is multiplied by: those of the encoder, and of cross attention's keys and
+    """Count the weights that one source token is multiplied by: the encoder's, and those of cross attention's keys and
     values; 0 without an encoder."""
     if not config.encoder_layers:
         return 0
@@ -67,7 +67,7 @@ def source_parameters(config: ModelConfig) -> int:
 
 
 def head_parameters(config: ModelConfig) -> int:
-    """Those of them that the head has: the output matrix, and the projection before it."""
+    """Count the weights of the head: the output matrix, and the projection before it."""
     found = config.vocab_size * config.embedding_dim
     if config.head_transform:
         found += config.hidden_size * config.embedding_dim
@@ -77,12 +77,12 @@ def head_parameters(config: ModelConfig) -> int:
 def training_flops(
     config: ModelConfig, lengths: Sequence[int], source_lengths: Sequence[int] = (), *, head_share: float = 1.0
 ) -> int:
-    """Model FLOPs of one forward and backward pass over documents of these lengths.
+    """Compute model FLOPs of one forward and backward pass over documents of these lengths.
 
-    ``6 · matmul_parameters · Σ n + 3 · Σ_layers Mixer.flops``: forward costs 2 a weight and token, and backward
-    twice as much as forward. With full layers alone that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``. Of the tokens a
-    ``head_share`` has logits. With an encoder, document n reads a source of ``source_lengths`` n: its tokens go through
-    ``source_parameters`` and the encoder's mixers, and each pair costs cross attention ``4·L·H·D·n·s``.
+    ``6 · matmul_parameters · Σ n + 3 · Σ_layers Mixer.flops``: forward costs 2 per weight and token, and backward
+    twice as much as forward. With full attention in all layers that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``. Only a
+    ``head_share`` of the tokens has logits. With an encoder, document n reads a source of ``source_lengths`` n: its
+    tokens go through ``source_parameters`` and the encoder's mixers, and cross attention costs ``4·L·H·D·n·s``.
     """
     linear = 2 * matmul_parameters(config) * sum(lengths)
     mixing = sum(count * mixer.flops(config, lengths) for mixer, count in mixers_of(config).items())
@@ -91,7 +91,7 @@ def training_flops(
 
 
 def _source_flops(config: ModelConfig, lengths: Sequence[int], source_lengths: Sequence[int]) -> int:
-    """FLOPs forward of the encoder and of cross attention."""
+    """Compute forward FLOPs of the encoder and of cross attention."""
     if not config.encoder_layers:
         return 0
     mixers = mixers_of(encoder_of(config)).items()
@@ -102,24 +102,24 @@ def _source_flops(config: ModelConfig, lengths: Sequence[int], source_lengths: S
 
 
 def tokens_per_second(num_tokens: int, seconds: float) -> float:
-    """``num_tokens / seconds`` of the whole world; 0.0 when no time has passed."""
+    """Return ``num_tokens / seconds`` over all ranks; 0.0 if no time has passed."""
     if seconds <= 0:
         return 0.0
     return num_tokens / seconds
 
 
 def model_tflops(flops: float, seconds: float, *, num_devices: int) -> float:
-    """Model TFLOP/s of one device: ``flops / seconds / num_devices / 1e12``, with the FLOPs of the whole world."""
+    """Return model TFLOP/s per device: ``flops / seconds / num_devices / 1e12``, with the FLOPs of all devices."""
     if seconds <= 0:
         return 0.0
     return flops / seconds / num_devices / 1e12
 
 
 def mfu(flops: float, seconds: float, peak_flops: float | None) -> float | None:
-    """Model FLOPs utilisation, 0 to 1: ``flops / (seconds · peak_flops)``.
+    """Return model FLOPs utilization, 0 to 1: ``flops / (seconds · peak_flops)``.
 
-    ``flops`` and ``peak_flops`` (FLOP/s) are both of the whole world, or both of one device. None where the peak is
-    not known (a CPU) or no time has passed: an invented peak would make the figure meaningless.
+    ``flops`` and ``peak_flops`` (FLOP/s) are both of all devices, or both of one device. Return None if the peak is
+    unknown (a CPU) or no time has passed: an invented peak would make the figure meaningless.
     """
     if not peak_flops or seconds <= 0:
         return None
@@ -127,13 +127,13 @@ def mfu(flops: float, seconds: float, peak_flops: float | None) -> float | None:
 
 
 def peak_device_flops(device_name: str, dtype: str) -> float | None:
-    """Dense peak FLOP/s of a device as ``torch.cuda.get_device_name`` calls it; None where we do not know it.
+    """Return the dense peak FLOP/s of a device named as by ``torch.cuda.get_device_name``; None if it is unknown.
 
-    Only bfloat16 is known: float32 matmuls may or may not use TF32, which is not the device's to say.
+    Only bfloat16 is known: float32 matmuls may or may not use TF32, which does not depend on the device.
     """
     if dtype != "bfloat16":
         return None
-    # The longer names of a family stand before its shorter ones: an H100 PCIe is slower than an H100.
+    # Longer names of a family come before shorter ones: an H100 PCIe is slower than an H100.
     for name, tflops in _PEAK_TFLOPS_BFLOAT16:
         if name.lower() in device_name.lower():
             return tflops * 1e12

@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends records to a run folder's ``metrics.jsonl``, flushed line by line.
+    """Writer that appends records to a run folder's ``metrics.jsonl``, flushed line by line.
 
-    One writer a run, on rank 0. Opening sets aside a torn last line, so a new record never joins it.
+    One writer per run, on rank 0. Opening sets aside a torn last line, so a new record never joins it.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -39,18 +39,18 @@ class MetricsWriter:
     def write(self, record: Mapping[str, Any]) -> Record:
         """Append one record and return it as written; ``time`` is added if it is missing.
 
-        ValueError: a required key is missing. OSError: the disk refuses the line.
+        Raises ValueError if a required key is missing, OSError if the line cannot be written to disk.
         """
         if "time" not in record:
             # ISO 8601: UTC, milliseconds.
             record = {**record, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}
         check_record(record)
         record = shortened(record)
-        # The system takes writes to a file that was removed, and nobody would ever read them.
+        # The system accepts writes to a deleted file, but they would be lost.
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise OSError(errno.ESTALE, "somebody has removed the run's metrics", str(self._path))
         self._file.write(encode(record) + "\n")
-        # Line by line: a killed run loses no step that it has taken.
+        # Line by line: a killed run loses no completed step.
         self._file.flush()
         return record
 
@@ -61,7 +61,7 @@ class MetricsWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """Which steps of a run get a line of the log."""
+    """Rule for which steps of a run get a log line."""
 
     total_steps: int
     """Steps of the whole run."""
@@ -73,19 +73,19 @@ class Lines:
     """Steps from a line to the next one."""
 
     def is_due(self, record: Mapping[str, Any]) -> bool:
-        """Whether the record gets a line: validations and resumes always do, as do the first and the last step."""
+        """Return True if the record gets a line; validations, resumes, and the first and last step always do."""
         step = record["step"]
         # These have lines of their own.
         if record.get("event") in ("plan", "plan_checked", "stop"):
             return False
-        # The record of a step that could not be taken has no tokens: it says why the run ends.
+        # The record of a step that could not be taken has no tokens: it explains why the run ends.
         if record["kind"] != "train" or record.get("tokens") is None:
             return True
         return step % self.every == 0 or step in (self.first_step + 1, self.last_step)
 
 
 class RecordWriter:
-    """Writes records to the run folder, the log, the console and trackers on rank 0; does nothing on the others."""
+    """Writer of records to the run folder, log, console and trackers on rank 0; it does nothing on other ranks."""
 
     def __init__(self, folder: Path, lines: Lines, *, is_rank_0: bool, trackers: Trackers | None = None) -> None:
         self._lines, self._trackers = lines, trackers or Trackers()
@@ -98,7 +98,7 @@ class RecordWriter:
         self._live = LiveLine(lines.total_steps, is_shown=is_rank_0 and is_watched(sys.stdout))
 
     def write(self, record: Record) -> None:
-        """Write a record everywhere; a line of the log only where it is due."""
+        """Write a record everywhere; to the log only if a line is due."""
         if self._writer is None or self._time is None:
             return
         record = {**record, **self._time.see(record)}
@@ -111,7 +111,7 @@ class RecordWriter:
         self._trackers.send(written)
 
     def doing(self, what: str) -> None:
-        """Say on the living line what happens between two steps, such as "saving", and to the watch."""
+        """Report the activity between two steps, such as "saving", on the live line and to the watchdog."""
         saving = what.startswith("saving")
         begin(what, disk=saving)
         self._live.say(what)

@@ -1,1 +1,1 @@
-"""What a run will take, before it starts, by arithmetic: bytes of a device, seconds of a step, settings that fit."""
+"""Resource estimates of a run, before it starts, by arithmetic: device bytes, seconds per step, settings that fit."""

@@ -1,6 +1,6 @@
-"""What forward keeps for backward and what passes, by arithmetic: ``plan --trace`` is the truth it is held to.
+"""Activation bytes kept for backward, and transient peaks, by arithmetic; checked against ``plan --trace``.
 
-Bytes are of one micro-batch on one rank. Names of sizes: M model width, F inner width of an FFN, V vocabulary.
+Bytes are those of one micro-batch on one rank. Sizes: M model width, F inner width of an FFN, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCK_OF_GPU = 1 << 27
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes beside weights, gradients and optimiser."""
+    """Bytes of activations, apart from weights, gradients and optimizer."""
 
     kept: int
     """On the device between forward and backward."""
@@ -42,9 +42,9 @@ class Activations:
 def activations(
     config: ResolvedConfig, tokens: int, *, ring: int, device_type: str = "cuda", num_documents: int = 1
 ) -> Activations:
-    """For so many ``tokens`` of a micro-batch on each rank, in a ring of so many ranks, on devices of this type.
+    """Compute activation bytes for ``tokens`` of a micro-batch on each rank, in a ring of ``ring`` ranks.
 
-    ``num_documents`` counts those that a rank has a part of.
+    ``num_documents`` counts the documents of which a rank has a part.
     """
     own = _Layers(config, tokens, ring, device_type, num_documents).activations()
     of_source = encoder_run(config)
@@ -54,12 +54,12 @@ def activations(
 
 
 def _with_encoder(decoder: Activations, encoder: _Layers, config: ResolvedConfig) -> Activations:
-    """Of both stacks: the encoder's layers are kept while the decoder runs, and come last in backward."""
+    """Combine both stacks: the encoder's layers are kept while the decoder runs, and come last in backward."""
     kept, on_host, on_disk = encoder.kept_of_layers()
-    # What the decoder's layers read, and its gradient.
+    # The encoder's output, which the decoder's layers read, and its gradient.
     kept += 2 * encoder.tokens * encoder.x
     if config.train.keep == "all" and not encoder.chunked:
-        # Keys and values of each layer's cross attention.
+        # Keys and values of cross attention in each layer.
         kept += config.model.num_layers * encoder.tokens * encoder.kv
     last = max(kept + point for layer in {0, encoder.model.num_layers - 1} for point in encoder.points(layer))
     peak = max(decoder.kept + decoder.passing + kept, last)
@@ -72,7 +72,7 @@ def _with_encoder(decoder: Activations, encoder: _Layers, config: ResolvedConfig
 
 
 class _Layers(TokenBytes):
-    """The layers of a model over the tokens of a rank; sums of bytes a token where nothing else is said."""
+    """Layers of a model over the tokens of a rank; sums are bytes per token unless stated otherwise."""
 
     def __init__(
         self, config: ResolvedConfig, tokens: int, ring: int, device_type: str, num_documents: int = 1
@@ -82,7 +82,7 @@ class _Layers(TokenBytes):
         self.num_documents = num_documents
 
     def activations(self) -> Activations:
-        """The sums."""
+        """Return bytes of all layers with the head."""
         model, train = self.model, self.config.train
         layers = [self.kept_of(layer) for layer in range(model.depth)]
         heads, weights = 1 + model.mtp_layers, model.vocab_size * model.embedding_dim
@@ -91,15 +91,15 @@ class _Layers(TokenBytes):
         # Rotary tables, ids, positions.
         shared = self.tokens * (model.head_dim * FLOAT32 + 64)
         if model.num_experts:
-            # Of the layer at work: choices and gates, and their order.
+            # Of the current layer: choices and gates, and their order.
             shared += self.tokens * 2 * self.routing()
         last = self.x
         if self.chunked:
-            # The gradient takes the place of the last layer's output.
+            # The gradient replaces the last layer's output.
             last = 0
         on_device, on_host, on_disk, stream = _places(self, layers, _kept_ahead(self) + by_rows * heads * self.x)
         kept = self.tokens * (sum(on_device) + last + stream) + head + shared
-        # In backward of the last layer the head's gradient and the last norm's input are gone.
+        # In backward of the last layer the head's gradient and the last norm's input are already freed.
         below = self.tokens * sum(on_device) + shared
         if not self.chunked:
             below += self.tokens * stream
@@ -107,7 +107,7 @@ class _Layers(TokenBytes):
             below += self.tokens * layers[-2]
         peaks = [kept + loss_bytes(self.config, self.tokens, self.device_type)]
         if by_rows:
-            # The gradient in the weight's dtype, one more that it is added to, and a sum of rows with their logits.
+            # The gradient in the weight's dtype, another that it is added to, and a sum of rows with their logits.
             rows = self.chunk() * SUMMED_VALUES // model.embedding_dim
             peaks.append(kept + min(2, heads) * weights * self.width + (SUMMED_VALUES + 2 * rows) * FLOAT32)
         peaks += [below + point for layer in _of_each_kind(self) for point in self.points(layer)]
@@ -120,27 +120,27 @@ class _Layers(TokenBytes):
         )
 
     def kept_of_layers(self) -> tuple[int, int, int]:
-        """Bytes of all layers, without a head, that are kept on the device, on the host and on a disk."""
+        """Return bytes of all layers, without a head, kept on the device, on the host and on disk."""
         model = self.model
         on_device, on_host, on_disk, stream = _places(self, [self.kept_of(layer) for layer in range(model.num_layers)])
         shared = self.tokens * (model.head_dim * FLOAT32 + 64)
         return self.tokens * (sum(on_device) + stream) + shared, self.tokens * on_host, self.tokens * on_disk
 
     def points(self, layer: int) -> list[int]:
-        """Bytes at the points of a layer's backward where it may be largest."""
+        """Return bytes at the points of a layer's backward where memory may peak."""
         model, core = self.model, self.core(layer)
         if self.chunked:
             return [self._ffn_of_chunk(layer), self._attention_by_groups(layer)]
         again = 0
         if self.config.train.keep != "all":
-            # What a second run saves: inputs of both norms and parts, queries, keys and values.
+            # Saved by recomputation: inputs of both norms and parts, queries, keys and values.
             again = 3 * self.x + self.before_core(layer) + core.behind
         if self.config.train.keep == "inputs":
             again += core.out + core.lse
         ffn = self.tokens * again + _ffn(self, layer, self.tokens)
         if model.has_experts(layer):
             ffn += self.tokens * self.x
-        # The FFN's inputs are gone by then, and so are plain copies of queries, keys and values.
+        # The FFN's inputs are freed by then, and so are plain copies of queries, keys and values.
         norms = self.before_core(layer) - core.q - core.kv
         attention = self.tokens * (self.x + norms + self._core_backward(layer))
         if self.config.train.keep == "all":
@@ -148,22 +148,22 @@ class _Layers(TokenBytes):
         return [ffn, attention]
 
     def _core_backward(self, layer: int, groups: tuple[int, int] = (1, 1)) -> int:
-        """Bytes of a core's backward, queries, keys and values with it, but not the kept output.
+        """Return bytes of a core's backward, including queries, keys and values, but not the kept output.
 
-        ``groups`` are those that queries, and keys, go through it in. Factors are those that traces of the ring have: a
-        rank in its middle has more keys under way, the last one more queries at once.
+        ``groups`` are the numbers of groups of query heads and of key heads. The factors match traces of the ring: a
+        rank in its middle has more keys in flight, the last one more queries at once.
         """
         core = self.core(layer).of_group(*groups)
         if self.is_delta(layer):
-            # Inputs, their gradients and the output's; what a block computes anew does not grow with the tokens.
+            # Inputs, their gradients and the output's; values recomputed per block do not grow with the tokens.
             return 2 * (core.q + core.kv + core.out)
         heads, keys, model = core.q + core.out, core.kv, self.model
         padded = 0
         if model.value_dim != model.head_dim:
-            # Values, their gradients, and attention's output and its gradient, as wide as queries.
+            # Values, their gradients, and attention's output and its gradient, padded to the width of queries.
             padded = 2 * model.num_kv_heads * model.head_dim * self.width // groups[1] + core.q
         if self.ring == 1 and self.device_type == "cpu":
-            # Block by block; gradients in float32, then as they are handed on.
+            # Block by block; gradients in float32, then in the dtype that is passed on.
             grads = (core.q + keys) * FLOAT32 // self.width
             if self.width < FLOAT32:
                 grads += core.q + keys
@@ -180,16 +180,16 @@ class _Layers(TokenBytes):
         chunk = self.chunk()
         core = self.core(layer)
         saved = 6 * self.x + self.before_core(layer) + core.out + core.behind
-        # The input's gradient takes the place of the output's, chunk by chunk.
+        # The input's gradient replaces the output's, chunk by chunk.
         ffn = 2 * chunk * saved + _ffn(self, layer, chunk) + _stored(self, self.x + core.out)
         return ffn + _weight_sums(self, layer)
 
     def chunk(self) -> int:
-        """Tokens of a chunk."""
+        """Return the tokens of a chunk."""
         return min(self.config.train.chunk_tokens, self.tokens)
 
     def _attention_by_groups(self, layer: int) -> int:
-        # The next group's are on their way, or this one's are where they are stored.
+        # The next group's tensors are being fetched, or this one's are on the device, which stores them.
         core = self.core(layer)
         passed = core.q + core.kv + core.out
         groups = self._groups(layer)
@@ -198,17 +198,17 @@ class _Layers(TokenBytes):
         if self.config.train.store == "device":
             arriving = -(one.q + one.kv + one.out)
         if groups[0] > groups[1]:
-            # The gradients of keys and values that several groups read, in float32.
+            # Gradients, in float32, of keys and values that several groups read.
             arriving += one.kv * FLOAT32 // self.width
         of_group = self.tokens * (arriving + self._core_backward(layer, groups))
         stored = _stored(self, self.x + passed)
         if self.config.train.store == "host" and self.device_type == "cpu":
-            # The machine's memory, too, is the device's.
+            # On a CPU the host store is in the same memory as the device.
             stored = self.tokens * passed
         return of_group + stored + _weight_sums(self, layer)
 
     def _groups(self, layer: int) -> tuple[int, int]:
-        """The groups that a layer's query heads, and its key heads, go through its core in."""
+        """Return the numbers of groups in which a layer's query heads and key heads pass through its core."""
         mixer, wanted = layer_specs(self.model)[layer].mixer, self.config.train.head_groups
         if isinstance(mixer, GatedDelta):
             one = groups_of(self.model.delta_sizes.key_heads, wanted)
@@ -220,14 +220,14 @@ class _Layers(TokenBytes):
 
 
 def _stored(layers: _Layers, per_token: int) -> int:
-    """What passes between a layer's parts, if the device is the store."""
+    """Return bytes passed between a layer's parts, if they are stored on the device."""
     if layers.config.train.store != "device":
         return 0
     return layers.tokens * per_token
 
 
 def _ffn(layers: _Layers, layer: int, tokens: int) -> int:
-    """Bytes that backward of an FFN adds to its normed input and its output's gradient, tokens of one call."""
+    """Return bytes that an FFN's backward adds to its normed input and output gradient, for ``tokens`` of one call."""
     model, width = layers.model, layers.width
     if not model.has_experts(layer):
         factors = 3
@@ -238,12 +238,12 @@ def _ffn(layers: _Layers, layer: int, tokens: int) -> int:
 
 
 def _experts(layers: _Layers, tokens: int) -> int:
-    """The same of a layer of experts: assignments are gathered, and weights' gradients formed."""
+    """Return the same for a layer of experts, which gathers assignments and computes weight gradients."""
     model, width = layers.model, layers.width
     tile = min(layers.config.parallel.expert_tile_tokens or tokens, tokens)
     assignments = tile * model.experts_per_token
     inner = model.expert_ffn_size * width
-    # Behind the second product: gate, up, their gradients, these side by side; tokens, and gradients of the output.
+    # After the second product: gate, up, their gradients, and both concatenated; tokens, and gradients of the output.
     of_tile = assignments * (6 * inner + 2 * layers.x)
     weights = 3 * model.num_experts // layers.config.parallel.expert * model.expert_ffn_size * model.hidden_size
     sums, bytes_of_weights = 0, width
@@ -254,42 +254,43 @@ def _experts(layers: _Layers, tokens: int) -> int:
 
 
 def _weight_sums(layers: _Layers, layer: int) -> int:
-    """Sums of a layer's gradients over chunks."""
+    """Return bytes of a layer's gradient sums over chunks."""
     return num_layer_parameters(layers.config, layer) * FLOAT32
 
 
 def _of_embeddings(layers: _Layers) -> int:
-    """Bytes at the end of backward: the gradient of the first values, and that of their table."""
+    """Return bytes at the end of backward: the gradient of the embeddings, and that of their table."""
     model = layers.model
     table, of_head = model.vocab_size * model.embedding_dim * layers.width, 0
     if model.tie_embeddings:
         of_head = table
     if layers.chunked and not model.residual_dropout and enters_by_rows(model):
-        # Sums of some rows, and what a chunk adds to them from its gradients.
+        # Sums of some rows, and the gradients that a chunk adds to them.
         return table + of_head + 2 * SUMMED_VALUES * FLOAT32 + layers.chunk() * model.hidden_size * FLOAT32
     return table + of_head + layers.tokens * layers.x
 
 
 def _of_each_kind(layers: _Layers) -> set[int]:
-    """The first and the last layer, and one with each mixer."""
+    """Return the first and the last layer, and one layer with each mixer."""
     specs = layer_specs(layers.model)
     return {0, len(specs) - 1} | set({spec.mixer: n for n, spec in enumerate(specs)}.values())
 
 
 def _kept_ahead(layers: _Layers) -> int:
-    """Bytes a token that are kept between the blocks for multi-token prediction."""
+    """Return bytes per token that are kept between the blocks for multi-token prediction."""
     # Inputs of three norms, and of the projection, which is twice as wide.
     kept = 5 * layers.x
     if layers.chunked:
-        # What entered, what it stands beside, and the branch.
+        # The block's input, the tensor concatenated with it, and the branch.
         kept = 3 * layers.x
     return layers.model.mtp_layers * kept
 
 
 def _places(layers: _Layers, kept: list[int], ahead: int = 0) -> tuple[list[int], int, int, int]:
-    """What of layers lies on the device, on the host and on a disk, and what stays on the device beside them.
+    """Return bytes per token of layers on the device, on the host and on disk, and other bytes that stay on the device.
 
-    That is the residual stream, and what is kept ``ahead`` of the last layer; in stores it lies where layers do.
+    The others are the residual stream and ``ahead``, kept after the last layer; a disk, or a host with chunks, stores
+    them too.
     """
     train = layers.config.train
     if train.store == "disk":
@@ -302,9 +303,9 @@ def _places(layers: _Layers, kept: list[int], ahead: int = 0) -> tuple[list[int]
 
 
 def _within_kernel(layers: _Layers, layer: int, groups: tuple[int, int]) -> int:
-    """Return bytes a token that are held while the kernel's backward runs in a layer.
+    """Return bytes per token that are held while the kernel's backward runs in a layer.
 
-    Gradients lie beside queries, keys and values; the kept output does not count, and the workspace comes on top.
+    Includes queries, keys and values with their gradients, and the workspace, but not the kept output.
     """
     model, mixer = layers.model, layer_specs(layers.model)[layer].mixer
     core = layers.core(layer).of_group(*groups)
@@ -329,33 +330,33 @@ def _within_kernel(layers: _Layers, layer: int, groups: tuple[int, int]) -> int:
 
 
 def sums_head_by_rows(config: ResolvedConfig, model: ModelConfig) -> bool:
-    """Whether the gradient of the head's weight is summed some rows at a time, whose logits are computed again."""
+    """Return True if the gradient of the head's weight is summed some rows at a time, recomputing their logits."""
     is_large = is_summed_by_rows(model.vocab_size * model.embedding_dim)
     return bool(config.train.chunk_tokens) and is_large and not model.head_bias
 
 
 def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:
-    """Bytes beside the gradients of hidden states and head, for so many tokens of a rank."""
+    """Return bytes of the loss of a rank's ``tokens``, apart from the gradients of hidden states and head."""
     tokens = math.ceil(tokens * config.head_share)
     if device_type == "cpu":
         return _on_cpu(config, tokens)
     logits = min(_LOGITS_OF_GPU, tokens * config.model.vocab_size)
     chunk = logits * config.dtype.itemsize
-    # Eager, a block's copies in float32; compiled, the gradient of the whole chunk.
+    # Eager: a block's copies in float32. Compiled: the gradient of the full chunk.
     return chunk + max(3 * min(_BLOCK_OF_GPU, logits) * FLOAT32, chunk)
 
 
 def _on_cpu(config: ResolvedConfig, tokens: int) -> int:
-    """Where blocks fit a cache: a chunk's logits and its own gradient, normed hidden states, products of the head."""
+    """Return loss bytes on a CPU, where blocks fit a cache: a chunk's logits and gradient, normed states, the head."""
     model, width = config.model.config(), config.dtype.itemsize
     vocab_size, model_width = model.vocab_size, model.embedding_dim
     normed, head = tokens * model.hidden_size * width, 0
     if model.head_transform:
-        # The projection, its activation, and what the norm makes of it.
+        # The projection, its activation, and the norm's output.
         normed += 3 * tokens * model_width * width
     chunk = min(tokens_of_chunk(vocab_size, model_width, "cpu"), tokens)
     if width < FLOAT32 and config.train.products == "float32":
-        # Tiles of the head's weight and the chunk's hidden states, converted.
+        # Tiles of the head's weight and the chunk's hidden states, converted to float32.
         head = 2 * min(TILE_ELEMENTS, vocab_size * model_width) * FLOAT32 + chunk * model_width * FLOAT32
         width = FLOAT32
     elif width < FLOAT32:

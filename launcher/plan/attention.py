@@ -1,4 +1,4 @@
-"""What attention of all layers takes a rank in one micro-batch: FLOPs by the kind and size of its parts, and hops."""
+"""Attention of all layers on a rank in one micro-batch: FLOPs by kind and size of its parts, and communication."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BACKWARD_FLOPS = 2.5
 
 
 class Part(NamedTuple):
-    """Pieces of attention that run at one rate."""
+    """Kind and size of attention work that runs at one rate."""
 
     kind: Literal["causal", "full", "window"]
     size: float
@@ -46,13 +46,13 @@ class Attention:
     messages: int = 0
 
     def seconds(self, model: ModelConfig, dtype: str, hardware: Hardware, kernel: str) -> tuple[float, float]:
-        """(forward, backward) of a device by this kernel."""
+        """Return (forward, backward) seconds on a device with this kernel."""
         forward = backward = 0.0
         for part, flops in self.flops.items():
             kind = {"causal": "", "full": "full_", "window": "window_"}[part.kind]
             names = f"{kind}attention_flops", f"{kind}attention_backward_flops"
             rates = [hardware.attention_rate(name, kernel) for name in names]
-            # Whichever of the two the rate is a table of: a profile may have none of windows.
+            # Pass both sizes; the rate's table uses one of them. A profile may have no table of windows.
             of_pass = [rate.at(dtype, length=part.size, window=part.size, head_dim=model.head_dim) for rate in rates]
             forward += flops / of_pass[0]
             backward += BACKWARD_FLOPS * flops / of_pass[1]
@@ -63,7 +63,7 @@ class Attention:
 def attention_of_rank(
     model: ModelConfig, parallel: ParallelSection, width: int, world: World, rank: int, documents: PackedDocuments
 ) -> Attention:
-    """What a rank computes and receives in all layers, forward. ``width``: bytes of a value."""
+    """Return a rank's attention FLOPs, received bytes and messages in all layers, forward; ``width``: bytes a value."""
     flops: dict[Part, float] = {}
     within = afar = 0.0
     messages = 0
@@ -87,11 +87,11 @@ def _one_layer(
     documents: PackedDocuments,
 ) -> Attention:
     if parallel.context == 1 or mixer.reach == 0:
-        # States are small.
+        # The states that are passed on are small.
         return Attention(_of_documents(model, mixer, documents.lengths, parallel.context))
     schedule = _schedule(mixer, parallel, documents)
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, width, value_dim=model.value_dim)
-    # A rank that stands for those that share the experts may be of another sequence.
+    # A rank that represents those that share the experts may belong to another sequence.
     rank %= parallel.context
     ring_rank, ring = rank // parallel.ulysses, parallel.context // parallel.ulysses
     ring_in_node = max(1, world.ranks_per_node // parallel.ulysses)
@@ -108,7 +108,7 @@ def _one_layer(
 
 
 def _of_documents(model: ModelConfig, mixer: Mixer, lengths: Sequence[int], ranks: int) -> dict[Part, float]:
-    """FLOPs of whole documents, divided over so many ranks."""
+    """Return FLOPs of complete documents, divided over so many ranks."""
     found: dict[Part, float] = {}
     for length, count in Counter(lengths).items():
         part = Part("full", length)
@@ -127,7 +127,7 @@ def _of_schedule(mixer: Mixer, schedule: Schedule, rank: int, shape: AttentionSh
             table = work.slices.numpy()
             causal = _is_causal(table)
             queries, keys = table[:, Q_STOP] - table[:, Q_START], table[:, K_STOP] - table[:, K_START]
-            # Alike ones run at one rate, so sums by kind and size are all that seconds need.
+            # Equal parts run at one rate, so seconds only need sums by kind and size.
             for is_causal, num_pairs, q, k in zip(causal, areas(table), queries, keys, strict=True):
                 part = Part("full", math.sqrt(int(q) * int(k)))
                 if mixer.window:
@@ -136,15 +136,15 @@ def _of_schedule(mixer: Mixer, schedule: Schedule, rank: int, shape: AttentionSh
                     part = Part("causal", int(q))
                 pairs[part] += int(num_pairs)
     every = sum(pairs.values())
-    # The schedule's own sum: a rank's heads, which may be one more than another's.
+    # The schedule's own sum, for this rank's heads, of which it may have one more than another rank.
     a_pair = schedule.flops(rank, shape) / max(1, every)
     return {part: count * a_pair for part, count in pairs.items()}
 
 
 def _is_causal(table: np.ndarray) -> np.ndarray:
-    """Which slices a diagonal cuts: a query of theirs does not see the last key."""
+    """Return a mask of the slices cut by a diagonal, in which some query does not see the last key."""
     lo = table[:, LO]
-    # A bound that cuts nothing off is none: the kernels leave it out too.
+    # A bound that cuts nothing off does not count: the kernels ignore it too.
     return (lo != OPEN) & (lo > table[:, Q_START] - (table[:, K_STOP] - 1))
 
 

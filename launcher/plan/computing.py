@@ -1,6 +1,6 @@
-"""Seconds of what a rank computes beside attention in one micro-batch: products of weights, and all between them.
+"""Seconds of a rank's computing in one micro-batch apart from attention: weight products, and all work between them.
 
-Products go by the shapes of the weights; norms, activations, sums and the loss by bytes and bandwidths. Names of axes:
+Products depend on the shapes of the weights; norms, activations, sums and the loss on bytes and bandwidths. Axes:
 O outer width, I inner width of a weight, M model width, F inner width of an FFN, e experts of a rank.
 """
 
@@ -43,7 +43,7 @@ class Weight:
 
 @cache
 def weights_in(layers: nn.Module) -> Counter[Weight]:
-    """The weights of all layers, alike ones counted: no tables, norms and biases, and neither embedding nor head."""
+    """Count the weights of all layers by shape, without tables, norms, biases, embedding and head."""
     found: Counter[Weight] = Counter()
     for name, p in layers.named_parameters():
         is_last = name.endswith("down_proj.weight") or name.endswith(".down_proj")
@@ -58,31 +58,31 @@ def weights_in(layers: nn.Module) -> Counter[Weight]:
 
 
 def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, has_head: bool = True) -> float:
-    """Forward, backward and what is computed again of it, for a rank's ``tokens`` of a micro-batch.
+    """Compute seconds of products for a rank's ``tokens`` of a micro-batch: forward, backward and recomputation.
 
-    Of an encoder beside a decoder without a head (``has_head``).
+    An encoder that accompanies a decoder has no head of its own (``has_head``).
     """
     chunk = min(config.train.chunk_tokens or tokens, tokens)
     total, chosen = 0.0, config.model.experts_per_token
     most_of_expert = BLOCK_TOKENS if hardware.device_type == "cpu" else math.inf
     stack = build_shapes(config).model
-    # A block that is all layers is used once a layer.
+    # With shared weights a block is used once per layer.
     uses = config.model.num_layers // len(stack.layers)
     weights = Counter({weight: uses * count for weight, count in weights_in(stack.layers).items()})
     for weight, count in (weights + weights_in(stack.mtp)).items():
         rows, at_once = float(tokens), float(chunk)
         if weight.num_experts:
-            # Every expert is chosen equally often: by the tokens of this rank, and of those that share its experts.
+            # Each expert is chosen equally often, by the tokens of this rank and of the ranks that share its experts.
             rows = tokens * chosen / weight.num_experts
             at_once = min(rows * chunk / tokens, most_of_expert)
         if weight.of_source:
-            # Whole, whatever the chunks of the batch's own tokens.
+            # Not chunked, even if the batch's own tokens are.
             rows = at_once = float(num_source_tokens(config))
         forwards = 1 + _again(config, weight)
         total += count * _seconds(config, hardware, weight, rows, at_once, forwards)
     if not has_head:
         return total
-    # The logits and their two products back.
+    # The logits, and two products in backward.
     model, rows = config.model.config(), tokens * config.head_share
     head = Weight(model.vocab_size, model.embedding_dim)
     at_once = min(rows, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
@@ -94,7 +94,7 @@ def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, 
 
 
 def narrow_products(model: ModelConfig, head_share: float) -> dict[Weight, float]:
-    """Products between the model's width and that of its embeddings, and the share of the tokens in each."""
+    """Return the products between the model's width and its embeddings' width, with the share of tokens in each."""
     found: dict[Weight, float] = {}
     if model.embedding_size:
         found[Weight(model.hidden_size, model.embedding_size)] = 1.0
@@ -106,30 +106,30 @@ def narrow_products(model: ModelConfig, head_share: float) -> dict[Weight, float
 def _seconds(
     config: ResolvedConfig, hardware: Hardware, weight: Weight, rows: float, at_once: float, forwards: int
 ) -> float:
-    """``rows`` through a weight, so many ``at_once``."""
-    # The rate is that of a product of as many values, as if the weight were square.
+    """Return seconds of ``rows`` through a weight, ``at_once`` at a time."""
+    # Use the rate of a square weight with as many elements.
     flops = 2.0 * rows * weight.outer * weight.inner
     width, dtype = math.sqrt(weight.outer * weight.inner), config.train.dtype
 
     def of(rate: Rate) -> float:
         return flops / rate.at(dtype, tokens=at_once, width=width)
 
-    # Two products of backward: the gradients of rows and of weights.
+    # Backward has two products: the gradients of rows and of weights.
     return forwards * of(hardware.product_flops) + 2 * of(hardware.product_backward_flops)
 
 
 def _again(config: ResolvedConfig, weight: Weight) -> int:
-    """Whether backward computes a product of forward once more."""
+    """Return 1 if backward recomputes a product of forward, else 0."""
     train = config.train
     if weight.num_experts:
-        # An expert's last product is never formed again, and the others where their result was not saved.
+        # An expert's last product is never recomputed, the others only if their result was not saved.
         return int(not weight.is_last and (train.keep != "all" or train.recompute_experts == "all"))
     if config.train.chunk_tokens:
         return int(not weight.is_last)
     return int(train.keep != "all")
 
 
-# ------------------------------------------------------------------------------------------------------ beside products
+# ------------------------------------------------------------------------------------------------------ other computing
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,14 @@ class _Tokens:
     """How many of them go through a layer together."""
 
     def seconds(self, rate: Rate, passes: float, width: float) -> float:
-        """Of ``passes`` over tensors of this width, each of a tensor of the tokens at once, in the run's dtype."""
+        """Return seconds of ``passes`` over tensors of this width in the run's dtype, ``at_once`` tokens per tensor."""
         dtype = self.config.train.dtype
         a_token = width * self.config.dtype.itemsize
         return passes * self.tokens * a_token / rate.at(dtype, bytes=max(1.0, self.at_once * a_token))
 
 
 def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, has_head: bool = True) -> float:
-    """Norms, rotation, activations, sums, tokens to experts, and the loss between its products."""
+    """Compute seconds of norms, rotation, activations, sums, routing, and the loss between its products."""
     train, model = config.train, config.model.config()
     of_tokens = _Tokens(config, model, hardware, tokens, min(config.train.chunk_tokens or tokens, tokens))
     of_experts = sum(map(model.has_experts, range(model.depth)))
@@ -161,14 +161,14 @@ def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware,
     if of_experts < model.depth:
         total += (model.depth - of_experts) * _ffn_seconds(of_tokens, model.ffn_size)
     if has_head:
-        # Logits, from products to gradient: five passes in float32.
+        # From logits to their gradient: five passes in float32.
         logits = float(_FLOAT32 * tokens * model.vocab_size)
         total += 5 * (1 + model.mtp_layers) * logits / hardware.loss_bandwidth.at(train.dtype, bytes=max(1.0, logits))
     return total + _weight_sum_seconds(config, tokens, hardware)
 
 
 def _forwards(config: ResolvedConfig) -> int:
-    """How often a layer goes forward but for its last sum."""
+    """Return the number of forward passes of a layer, which leave out its last sum if repeated."""
     if config.train.keep != "all" or config.train.chunk_tokens:
         return 2
     return 1
@@ -177,25 +177,25 @@ def _forwards(config: ResolvedConfig) -> int:
 def _attention_seconds(of: _Tokens) -> float:
     model, hardware, again = of.model, of.hardware, _forwards(of.config)
     M, heads = model.hidden_size, model.num_heads * model.head_dim + model.num_kv_heads * model.head_dim
-    # Norms read and write; backward counts twice that.
+    # Norms read and write once; backward counts as twice that.
     total = again * of.seconds(hardware.norm_bandwidth, 4, M) + of.seconds(hardware.norm_backward_bandwidth, 8, M)
-    # Forward: attention is added, then the FFN, which is not done again. Backward: what both, and each of three
-    # projections of one norm, add to the gradient of their input.
+    # Forward: the residual sums of attention and of the FFN, which is not recomputed. Backward: both contribute to the
+    # gradient of their input, and so does each of three projections after one norm.
     total += of.seconds(hardware.memory_bandwidth, 3 * (again + 1) + 12, M)
     return total + of.seconds(hardware.rotary_bandwidth, 2 * (again + 1), heads)
 
 
 def _ffn_seconds(of: _Tokens, width: int) -> float:
-    """A dense FFN's activation, and the sum of what gate and up add to the gradient of their input."""
+    """Return seconds of a dense FFN's activation, and of summing its input's gradients from gate and up."""
     total = _activation_seconds(of, width, of.tokens)
     return total + of.seconds(of.hardware.memory_bandwidth, 3, of.model.hidden_size)
 
 
 def _activation_seconds(of: _Tokens, width: float, rows: float) -> float:
-    """``rows`` through a gated activation of this width, forward and backward."""
+    """Return seconds of ``rows`` through a gated activation of this width, forward and backward."""
     forwards = _forwards(of.config)
     if of.config.train.chunk_tokens:
-        # By chunks the second run leaves it out, with the product behind it.
+        # With chunks the recomputed forward skips it, and the product after it.
         forwards = 1
     share = rows / of.tokens
     total = forwards * of.seconds(of.hardware.activation_bandwidth, 3, width * share)
@@ -203,7 +203,7 @@ def _activation_seconds(of: _Tokens, width: float, rows: float) -> float:
 
 
 def _expert_seconds(of: _Tokens) -> float:
-    """Experts' activation, their tokens gathered and their results summed, and the expert that all tokens share."""
+    """Return seconds of the experts' activation, of gathering tokens and summing results, and of the shared expert."""
     model, hardware, k = of.model, of.hardware, of.model.experts_per_token
     assigned = k * model.hidden_size
     total = of.seconds(hardware.routing_bandwidth, 4, assigned)
@@ -217,7 +217,7 @@ def _expert_seconds(of: _Tokens) -> float:
 
 
 def _weight_sum_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> float:
-    """Each chunk's gradients of weights: written, read, and added to a float32 sum."""
+    """Return seconds of accumulating weight gradients over chunks: written, read, and added to a float32 sum."""
     if not config.train.chunk_tokens:
         return 0.0
     chunks, parameters = -(-tokens // config.train.chunk_tokens), num_layer_parameters(config)

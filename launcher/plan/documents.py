@@ -1,4 +1,4 @@
-"""A micro-batch of the shape that a run will meet, when its data need not exist yet."""
+"""Synthetic micro-batches of a run's shape, for planning before its data exist."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from longctx.batch import IGNORED_TARGET, PackedDocuments, Stream
 
 
 def documents_of(config: ResolvedConfig, document_tokens: int = 0) -> PackedDocuments:
-    """``train.micro_batch_rows`` full rows of documents of this length; 0 is a row each."""
+    """Return ``train.micro_batch_rows`` full rows of documents of this length; 0 means one document per row."""
     rows, tokens = config.train.micro_batch_rows, config.data.seq_len
     length = min(document_tokens or tokens, tokens)
-    # A row's last document is shorter where the length does not divide it; no document crosses rows.
+    # A row's last document is shorter if the length does not divide the row; no document crosses rows.
     bounds = [row * tokens + start for row in range(rows) for start in range(0, tokens, length)]
     return PackedDocuments((*bounds, rows * tokens))
 
 
 def synthetic_batch(config: ResolvedConfig, document_tokens: int = 0) -> Stream:
-    """``train.micro_batch_rows`` full rows of documents of this length (0: a row each). Token ids are 0.
+    """Return ``train.micro_batch_rows`` full rows of documents of this length (0: one per row). Token ids are 0.
 
-    Of a model with an encoder full rows of sources lie beside them, shared evenly by a row's documents.
+    For a model with an encoder, add full rows of sources, divided evenly among a row's documents.
     """
     documents, rows = documents_of(config, document_tokens), config.train.micro_batch_rows
     stream = _stream(documents, rows)
     if config.mask is not None:
-        # As evenly as they can lie.
+        # Spread masked tokens as evenly as possible.
         steps = (torch.arange(documents.num_tokens + 1) * config.mask.rate).floor().diff()
         not_masked = (steps == 0).view_as(stream.tokens)
         stream = replace(stream, masked=torch.zeros_like(stream.tokens).masked_fill(not_masked, IGNORED_TARGET))
@@ -40,7 +40,7 @@ def synthetic_batch(config: ResolvedConfig, document_tokens: int = 0) -> Stream:
 
 
 def _stream(documents: PackedDocuments, rows: int) -> Stream:
-    """Rows of these documents."""
+    """Return rows of these documents."""
     lengths, shape = torch.tensor(documents.lengths), (rows, documents.num_tokens // rows)
     ids = torch.arange(len(lengths)).repeat_interleave(lengths)
     positions = torch.arange(documents.num_tokens) - torch.tensor(documents.bounds[:-1]).repeat_interleave(lengths)

@@ -1,4 +1,4 @@
-"""The encoder's part of a run: planned as one of a model that is an encoder alone, of the same ranks."""
+"""The encoder's part of a run: planned as a run of an encoder-only model on the same ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from parallel.layout.sequence import num_parts
 
 
 def encoder_run(config: ResolvedConfig) -> ResolvedConfig | None:
-    """The run whose decoder is the encoder, and whose rows are those of the sources; None without an encoder."""
+    """Return a run whose decoder is the encoder and whose rows are the sources; None without an encoder."""
     source = config.data.source_seq_len
     if not config.model.encoder_layers or not source:
         return None
     changed = {f"model.{name}": value for name, value in _changes(config.model).items()}
-    # As many rows a step.
+    # The same number of rows per step.
     changed |= {
         "data.seq_len": source,
         "data.source_seq_len": 0,
@@ -29,7 +29,7 @@ def encoder_run(config: ResolvedConfig) -> ResolvedConfig | None:
 
 @cache
 def _changes(section: ModelSection) -> dict[str, object]:
-    """The fields in which the encoder differs."""
+    """Return the fields in which the encoder's config differs from the model's."""
     model = section.config()
     encoder = encoder_of(model)
     names = [field.name for field in fields(ModelFields)]
@@ -37,7 +37,7 @@ def _changes(section: ModelSection) -> dict[str, object]:
 
 
 def num_source_tokens(config: ResolvedConfig) -> int:
-    """Tokens of a micro-batch's sources on each rank; 0 without an encoder."""
+    """Return the source tokens of a micro-batch on each rank; 0 without an encoder."""
     if not config.model.encoder_layers:
         return 0
     parallel, total = config.parallel, config.data.source_seq_len * config.train.micro_batch_rows
@@ -47,6 +47,6 @@ def num_source_tokens(config: ResolvedConfig) -> int:
 
 
 def source_documents(config: ResolvedConfig, count: int) -> PackedDocuments:
-    """Sources of a micro-batch for so many documents: equal parts of full rows, as many tokens as the ranks divide."""
+    """Return ``count`` documents, equal parts of a micro-batch's full source rows, padded to divide among the ranks."""
     total = num_source_tokens(config) * config.parallel.context
     return PackedDocuments(tuple(number * total // count for number in range(count + 1)))

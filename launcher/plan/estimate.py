@@ -39,7 +39,7 @@ _MOST_TOKENS = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class RankEstimate:
-    """One step of one kind of rank."""
+    """Estimate of one step for one kind of rank."""
 
     kind: RankKind
     bytes: StepBytes
@@ -48,7 +48,7 @@ class RankEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEstimate:
-    """A run as it would be on this hardware."""
+    """Estimate of a run on this hardware."""
 
     config: ResolvedConfig
     world: World
@@ -67,37 +67,37 @@ class RunEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """The most of any rank's device."""
+        """Largest peak of any rank's device."""
         return max(rank.bytes.peak for rank in self.ranks)
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's device and share of the host's memory hold it."""
+        """True if all ranks fit into their device's memory and into their share of the host's."""
         return self.peak_bytes <= self.hardware.memory_bytes and self.host_bytes <= self.hardware.host_memory_bytes
 
     @property
     def seconds(self) -> StepSeconds:
-        """A step of the slowest rank."""
+        """Seconds of a step on the slowest rank."""
         return slowest([rank.seconds for rank in self.ranks])
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run."""
+        """Tokens per second of all ranks together."""
         return self.config.train.tokens_per_step / self.seconds.total
 
     @property
     def run_hours(self) -> float:
-        """All steps, without validation and checkpoints."""
+        """Hours of all steps, without validation and checkpoints."""
         return self.config.train.steps * self.seconds.total / 3600
 
     def utilisation(self, flops: float) -> float | None:
-        """``flops`` of a step as a share of what the devices could do; None where their peak is not known."""
+        """Return ``flops`` of a step as a share of the devices' peak; None if the peak is unknown."""
         if not self.hardware.peak_flops:
             return None
         return flops / (self.seconds.total * self.hardware.peak_flops * self.world.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the estimate as plain values."""
         return {
             "config": dataclasses.asdict(self.config),
             "world": dataclasses.asdict(self.world),
@@ -128,15 +128,15 @@ class RunEstimate:
 def planned(
     asked: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0, device_type: str = ""
 ) -> ResolvedConfig:
-    """What a run on these ranks resolves its config to. ConfigError for what it would refuse.
+    """Resolve the config as a run on these ranks would do; raise ConfigError if the run would be refused.
 
-    ``device_type`` is the hardware's unless it is given.
+    ``device_type`` defaults to the hardware's.
     """
     device_type = device_type or hardware.device_type
     machine = Machine(
         ranks=world.ranks,
         device_type=device_type,
-        # A CPU is this machine's, or one like it.
+        # A CPU is assumed to be this machine's, or a similar one.
         native_bfloat16=device_type == "cuda" or has_native_bfloat16(),
         fits=lambda one: fits(one, world, hardware, share=1 - HEADROOM, document_tokens=document_tokens),
     )
@@ -148,7 +148,7 @@ def planned(
 
 
 def estimate_run(asked: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> RunEstimate:
-    """The estimate; ConfigError for what a run would refuse. Starts nothing and reads no data."""
+    """Estimate the run; raise ConfigError if it would be refused. Starts no processes and reads no data."""
     config = planned(asked, world, hardware, document_tokens=document_tokens)
     model = config.model.config()
     documents = documents_of(config, document_tokens)
@@ -176,7 +176,7 @@ def estimate_run(asked: RunConfig, world: World, hardware: Hardware, *, document
 def estimate_ranks(
     config: ResolvedConfig, world: World, hardware: Hardware, documents: PackedDocuments
 ) -> tuple[list[RankEstimate], int]:
-    """Each kind of rank, and bytes of the host for each; ``config`` is settled, ``documents`` are a micro-batch's."""
+    """Estimate each kind of rank, and host bytes per rank; ``config`` is settled, ``documents`` are a micro-batch's."""
     device_type = hardware.device_type
     memory = memory_of_rank(config, config.model.config(), world.ranks)
     passing = _activations(config, device_type, len(documents.lengths))
@@ -193,10 +193,10 @@ def estimate_ranks(
 
 
 def longest_row(config: ResolvedConfig, world: World, hardware: Hardware, *, share: float = 1.0) -> int:
-    """The most tokens of a row, in multiples of 128 a rank, that fit into a share of the device's memory; 0 for none.
+    """Return the longest row, in multiples of 128 tokens per rank, that fits into a share of device memory; 0 for none.
 
-    ``config`` is as ``estimate_run`` settled it. What fits is taken to grow with no hole: lengths are doubled, then
-    halved to between the last that fits and the first that does not.
+    ``config`` is settled, as in ``estimate_run``. Any row shorter than one that fits is taken to fit as well: lengths
+    are doubled, then bisected between the last that fits and the first that does not.
     """
     unit = 128 * config.parallel.context
 
@@ -224,7 +224,7 @@ def longest_row(config: ResolvedConfig, world: World, hardware: Hardware, *, sha
 def fits(
     config: ResolvedConfig, world: World, hardware: Hardware, *, share: float = 1.0, document_tokens: int = 0
 ) -> bool:
-    """Whether a settled run fits into a share of the device's memory, and into the host's."""
+    """Return True if a settled run fits into a share of the device's memory, and into the host's."""
     passing = _activations(config, hardware.device_type, len(documents_of(config, document_tokens).lengths))
     if _host_bytes(config, world, passing, hardware.device_type) > hardware.host_memory_bytes:
         return False
@@ -232,33 +232,33 @@ def fits(
 
 
 def peak_bytes(config: ResolvedConfig, world: World, hardware: Hardware) -> int:
-    """The most of a rank's device in a step of a settled run."""
+    """Return the peak bytes of a rank's device in a step of a settled run."""
     passing = _activations(config, hardware.device_type, config.train.micro_batch_rows)
     return _bytes(config, world, passing, hardware).peak
 
 
 def with_rows(config: C, seq_len: int) -> C:
-    """The config with rows of another length, as many a step."""
+    """Return the config with rows of another length, and the same number of rows per step."""
     longer = config.changed({"data.seq_len": seq_len, "train.tokens_per_step": config.rows_per_step * seq_len})
     if config.parallel.tokens_per_rank:
-        # How many go through the model at once depends on their length.
+        # The number of rows in a micro-batch depends on their length.
         return longer.changed({"train.micro_batch_rows": 1})
     return longer
 
 
 def _host_bytes(config: ResolvedConfig, world: World, passing: Activations, device_type: str) -> int:
-    """Of the machine's memory, for one rank, where that is not the device's own."""
+    """Return host bytes of one rank; 0 if host and device memory are the same."""
     if device_type == "cpu":
         return 0
     return _stored_bytes(config, world, passing)
 
 
 def _stored_bytes(config: ResolvedConfig, world: World, passing: Activations) -> int:
-    """What is offloaded or kept in the machine's memory, for one rank."""
+    """Return bytes of one rank that are offloaded to, or kept in, the machine's memory."""
     memory = memory_of_rank(config, config.model.config(), world.ranks)
     counted = 0
     if config.train.store == "host":
-        # What the check at a run's start knows of activations.
+        # Activations that the check at a run's start counts.
         counted = memory.activations
     return memory.host + max(0, passing.kept_on_host - counted)
 
@@ -274,9 +274,9 @@ def _bytes(config: ResolvedConfig, world: World, passing: Activations, hardware:
     held = _held(_without_rows(config, world), world, hardware.device_type)
     kept, kept_on_host, process, updating = passing.kept, passing.kept_on_host, 0, 0
     if hardware.device_type == "cpu":
-        # A CPU's memory is the machine's.
+        # On a CPU the device's memory is the machine's.
         kept, kept_on_host, process = kept + _stored_bytes(config, world, passing), 0, int(hardware.process_bytes)
-        # AdamW's plain form makes its denominator in two steps, each as large as a moment.
+        # AdamW's plain form computes its denominator in two steps, each as large as a moment.
         updating = 2 * FLOAT32 * memory_of_rank(config, config.model.config(), world.ranks).updated
     return held.in_step(
         kept=kept,
@@ -290,13 +290,13 @@ def _bytes(config: ResolvedConfig, world: World, passing: Activations, hardware:
 
 @cache
 def _held(config: ResolvedConfig, world: World, device_type: str) -> Held:
-    """What does not depend on rows: a search asks for the same many times."""
+    """Return the bytes that do not depend on rows, cached because a search asks for the same many times."""
     return partition_bytes(config, build_shapes(config), planned_mesh(config, world), device_type)
 
 
 def _without_rows(config: ResolvedConfig, world: World) -> ResolvedConfig:
-    """The config with all defaults but for what decides about weights, gradients and optimiser."""
-    # As many micro-batches a step, of one token each: how gradients are collected depends on their number.
+    """Return the config reset to defaults, except for fields that determine weights, gradients and optimizer."""
+    # The same number of micro-batches per step, of one token each: gradient accumulation depends on their number.
     micro_batches = config.accumulation(world.ranks) * (world.ranks // config.parallel.context)
     train = ResolvedTrain(
         dtype=config.train.dtype,
@@ -312,7 +312,7 @@ def _without_rows(config: ResolvedConfig, world: World) -> ResolvedConfig:
 
 
 def _masked_flops(config: ResolvedConfig, lengths: tuple[int, ...]) -> float:
-    """FLOPs, forward and backward, of the pairs that the causal masks of full layers leave out."""
+    """Return FLOPs, forward and backward, of the query-key pairs left out by the causal masks of full layers."""
     model = config.model.config()
     if not model.causal:
         return 0.0

@@ -1,6 +1,6 @@
-"""``Hardware``: how fast a device and its links are. Shipped for a few devices, each figure with its source.
+"""``Hardware``: rates of a device and its links. Profiles of a few devices are included, with sources for all figures.
 
-``launcher measure`` writes such a profile of the machine that it runs on.
+``launcher measure`` writes such a profile for the machine it runs on.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ MEASURED_FILE = "hardware.toml"
 
 
 def _by(*sizes: str, like: str = "") -> dict[str, Any]:
-    """Of a field: it may be a table by these sizes; a profile without it takes the earlier field ``like``."""
+    """Return a field's metadata: its possible table axes, and the earlier field to use if a profile lacks this one."""
     return {"sizes": sizes, "like": like}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Rates that one device attains, not those of a data sheet: bytes, FLOPs or parameters a second.
+    """Rates that one device attains, rather than those of a data sheet: bytes, FLOPs or parameters per second.
 
-    A rate may be a table by dtype and by the sizes that its field names. Sizes: tokens and width of a product (the
-    root of its inner and outer width), length of a document or of the square of a hop, and head size, bytes of one
-    tensor or message, ZeRO's stage (plus 1).
+    A rate may be a table by dtype and by the sizes that its field names. Sizes are: tokens and width of a product (the
+    root of its inner times outer width), length of a document or of the square of a hop, head size, bytes of one tensor
+    or message, and ZeRO's stage (plus 1).
     """
 
     name: str
@@ -118,11 +118,11 @@ class Hardware:
     """Where each figure comes from."""
 
     def attention_rate(self, name: str, kernel: str) -> Rate:
-        """Return the rate of this name, of this kernel where the profile has it."""
+        """Return the rate of this name, specific to this kernel if the profile has it."""
         return self.kernels.get(kernel, {}).get(name) or getattr(self, name)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the profile as plain values."""
         found: dict[str, Any] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -146,9 +146,9 @@ _REQUIRED = ["name", *(name for name in _FIELDS if name not in _OPTIONAL)]
 
 
 def load_hardware(given: str) -> Hardware:
-    """The profile that ``--device`` names: a shipped one, ``measured``, or a file.
+    """Load the profile that ``--device`` names: an included one, ``measured``, or a file.
 
-    ConfigError for one that is not there or wrong.
+    Raise ConfigError if it does not exist or is malformed.
     """
     known = {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
     path = known.get(given, Path(given))
@@ -171,7 +171,7 @@ def load_hardware(given: str) -> Hardware:
 
 
 def from_values(values: dict[str, Any], given: str) -> Hardware:
-    """The profile of a file's values; ConfigError, which calls it ``given``, where they are no profile."""
+    """Build the profile from a file's values; raise ConfigError, naming it ``given``, if they are not valid."""
     unknown = sorted(set(values) - {"name", "device_type", *KERNELS} - set(_FIELDS))
     missing = [name for name in _REQUIRED if name not in values]
     if unknown or missing:
@@ -180,21 +180,21 @@ def from_values(values: dict[str, Any], given: str) -> Hardware:
     device_type = values.get("device_type", "cuda")
     if device_type not in ("cpu", "cuda"):
         raise ConfigError(f'--device {given}: device_type = {device_type!r} is neither "cpu" nor "cuda".')
-    # Profiles are of GPUs where they do not say so: those were written first.
+    # Profiles without a device type are of GPUs: those were written first.
     found: dict[str, Any] = {"device_type": device_type}
     sources: dict[str, str] = {}
     for name in _FIELDS:
         if name in values:
             found[name], sources[name] = _figure(name, values[name], given)
     for name, like in _LIKE.items():
-        # In the order of the fields: what another one is like has its value by then.
+        # In the order of the fields: the figure to copy is already set.
         found.setdefault(name, found[like])
     kernels = {kernel: _of_kernel(kernel, values[kernel], given, sources) for kernel in KERNELS if kernel in values}
     return Hardware(name=str(values["name"]), kernels=kernels, sources=sources, **found)
 
 
 def _of_kernel(kernel: str, sections: Any, given: str, sources: dict[str, str]) -> dict[str, Rate]:
-    """A kernel's rates, whose sources are added to ``sources``; what it leaves out is like what it has."""
+    """Read a kernel's rates, and add their sources to ``sources``; missing rates are taken from related ones."""
     names = [name for name in SIZES if "attention" in name]
     if not isinstance(sections, dict) or not set(sections) <= set(names):
         raise ConfigError(f"--device {given}: [{kernel}] may have {', '.join(names)}, and nothing else.")
@@ -231,5 +231,5 @@ def _figure(name: str, section: Any, given: str) -> tuple[Any, str]:
 def _is_figure(name: str, value: Any) -> bool:
     if name == "hidden_share":
         return is_amount(value + 1) and 0 <= value <= 1 if isinstance(value, (int, float)) else False
-    # The figures that may be unknown, or nothing.
+    # Figures that may be unknown, or zero.
     return is_amount(value) or (name in ("peak_flops", "process_bytes", "ranks") and value == 0)

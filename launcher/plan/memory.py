@@ -1,4 +1,4 @@
-"""The memory that a run is sure to need, by arithmetic, beside what the machine has free."""
+"""Memory that a run is sure to need, by arithmetic, compared with the machine's free memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes that one rank needs at least. Buffers of kernels and collectives, and the program itself, come on top."""
+    """Least bytes of one rank. Buffers of kernels and collectives, and the program itself, come on top."""
 
     weights: int
     gradients: int
@@ -62,12 +62,12 @@ class Memory:
 
     @property
     def optimizer(self) -> int:
-        """Masters and moments."""
+        """Bytes of masters and moments."""
         return self.masters + self.moments
 
     @property
     def state(self) -> int:
-        """All but activations, wherever it lies: what ``zero.stage`` decides about."""
+        """Bytes of all but activations, in any place: the part that ``zero.stage`` affects."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -77,17 +77,17 @@ class Memory:
 
     @property
     def on_device(self) -> int:
-        """Those of them that lie on the rank's device."""
+        """Bytes of ``training`` on the rank's device."""
         return self.training - self.host
 
 
 def memory_by_stage(config: ResolvedConfig, model: ModelConfig, world_size: int) -> dict[int, Memory]:
-    """What each rank would need in every ZeRO stage that trains in the run's dtype."""
+    """Return the memory of each rank for every ZeRO stage that can train in the run's dtype."""
     stages = [1, 2, 3]
-    # Stage 0 has no float32 accumulation of bfloat16.
+    # Stage 0 has no float32 accumulation for bfloat16.
     if config.dtype == torch.float32:
         stages = [0, *stages]
-    # No other one swaps.
+    # Only stage 3 can swap.
     if config.zero.nvme_path:
         stages = [3]
     found = {}
@@ -97,16 +97,16 @@ def memory_by_stage(config: ResolvedConfig, model: ModelConfig, world_size: int)
 
 
 def _share_of_muon(counts: Mapping[str, int]) -> float:
-    """The share of the parameters that has one moment with Muon: about all matrices of blocks."""
+    """Return the share of parameters with one moment under Muon: roughly all matrices of blocks."""
     of_blocks = ("attention", "dense_ffn", "router", "routed_experts", "shared_expert", "mtp")
     return sum(counts[name] for name in of_blocks) / max(1, sum(counts.values()))
 
 
 def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) -> Memory:
-    """What each of ``world_size`` ranks needs; ``config`` has its dtype and stage settled."""
+    """Return the memory of each of ``world_size`` ranks; ``config`` has its dtype and stage settled."""
     counts = count_parameters(model)
     whole = sum(counts.values())
-    # Before ZeRO a rank holds its own experts and everything else.
+    # Before ZeRO a rank holds its own experts and all other weights.
     held = whole - counts["routed_experts"] + counts["routed_experts"] // config.parallel.expert
     part = -(-whole // world_size)
     width, stage = config.dtype.itemsize, config.zero.stage
@@ -125,13 +125,13 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
     in_memory, on_disk, buffers = 0, 0, 0
     weights_elsewhere = gradients_elsewhere = optimizer_elsewhere = 0
     if config.zero.offload != "none":
-        # A copy of the gradients that AdamW reads there; stage 3 collects them in the machine's memory, too.
+        # AdamW reads a copy of the gradients there; stage 3 also collects them in the machine's memory.
         copied = part * FLOAT32
         optimizer_elsewhere, gradients_elsewhere = masters + moments, copied
         in_memory = masters + moments + copied
         if config.zero.offload == "nvme":
             in_memory, on_disk = 0, in_memory
-            # DeepSpeed's four: master, both moments and gradient of a sub-group.
+            # DeepSpeed's four buffers: master, both moments and gradient of a sub-group.
             buffers = 4 * min(part, update_size("nvme", zero_options(config.zero).sub_group_size)) * FLOAT32
         if stage == 3:
             in_memory += gradients
@@ -149,7 +149,7 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
     elif config.train.store == "host" and config.train.chunk_tokens:
         in_memory += activations
     elif config.train.store == "host":
-        # The last block's stay on the device.
+        # The last block's activations stay on the device.
         in_memory += activations * (model.depth - 1) // model.depth
     return Memory(
         weights=weights,
@@ -170,7 +170,7 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
 
 
 def _activation_bytes(config: ResolvedConfig, model: ModelConfig) -> int:
-    """What all blocks save of this rank's tokens of a micro-batch, an encoder's and a decoder's."""
+    """Return bytes saved by all blocks, of encoder and decoder, for this rank's tokens of a micro-batch."""
     total, encoder = _saved_by_blocks(config, model), encoder_run(config)
     if encoder is not None:
         total += _saved_by_blocks(encoder, encoder.model.config())
@@ -183,11 +183,11 @@ def _saved_by_blocks(config: ResolvedConfig, model: ModelConfig) -> int:
     if config.train.keep == "inputs":
         return tokens * model.depth * model.hidden_size * config.dtype.itemsize
     if config.train.keep == "attention":
-        # Each block's input, and attention's result: the rest is computed again.
+        # Each block's input, and attention's result; all others are recomputed.
         return tokens * model.depth * (model.hidden_size + heads) * config.dtype.itemsize
     projected = model.head_dim * (model.num_heads + model.num_kv_heads) + model.num_kv_heads * model.value_dim
     if config.train.chunk_tokens:
-        # What passes between a block's parts; the rest is computed again.
+        # Tensors between a block's parts; all others are recomputed.
         return tokens * model.depth * (model.hidden_size + projected + heads) * config.dtype.itemsize
     # Inputs of both norms and of both parts; queries, keys, values and attention's result.
     values = 4 * model.hidden_size + projected + heads
@@ -196,8 +196,8 @@ def _saved_by_blocks(config: ResolvedConfig, model: ModelConfig) -> int:
 
 
 def _ffn_values(config: ResolvedConfig, model: ModelConfig, layer: int) -> int:
-    """Values that a layer's FFN saves of one token."""
-    # Before the activation; a gate beside it.
+    """Return the number of values that a layer's FFN saves per token."""
+    # The activation's input, and its gate.
     projections = 1
     if model.activation in GATED:
         projections = 2
@@ -213,31 +213,31 @@ def _ffn_values(config: ResolvedConfig, model: ModelConfig, layer: int) -> int:
 
 
 def copies_checkpoints(config: ResolvedConfig, step: int) -> bool:
-    """Whether a run that stands at ``step`` copies what it saves, to go on meanwhile."""
+    """Return True if a run at ``step`` will copy a checkpoint, so that it trains while the copy is written."""
     every = config.checkpoint.every_steps
-    # What is on a disk is there because the memory has no room for it.
+    # State is on a disk because memory has no room for it.
     if config.checkpoint.wait or not every or config.zero.offload == "nvme":
         return False
-    # The checkpoint of the last step is waited for in any case.
+    # Training always waits for the checkpoint of the last step.
     return (step // every + 1) * every < config.last_step
 
 
 def copy_bytes(config: ResolvedConfig, world: World) -> int:
-    """Bytes of the rank that copies most; 0 where none does. ``config`` has its stage settled.
+    """Return bytes of the rank that copies most; 0 if none does. ``config`` has its stage settled.
 
-    A thread writes from this copy, a master and two moments of each value, while training goes on. It is no part of
-    what has to fit: a run without this memory waits for its saves.
+    A thread writes a checkpoint from this copy, a master and two moments of each value, while training goes on. It does
+    not decide whether the run fits: a run without this memory waits for its saves.
     """
     if not copies_checkpoints(config, 0):
         return 0
     shapes = {name: p.numel() for name, p in build_shapes(config).named_parameters()}
-    # Of routed experts a rank has its own, which so many ranks hold; everything else is on all.
+    # A rank has its own routed experts, replicated on fewer ranks; all other weights are on all ranks.
     expert = {name: config.parallel.expert if is_expert_weight(name) else 1 for name in shapes}
     if config.zero.stage:
         return 3 * FLOAT32 * sum(-(-numel * expert[name] // world.ranks) for name, numel in shapes.items())
     owned = [0] * world.ranks
     for index, (name, numel) in enumerate(shapes.items()):
-        # Whole tensors, dealt out in turns among those that hold the same.
+        # Full tensors, assigned in turn to the ranks that hold the same ones.
         turn = index % (world.ranks // expert[name])
         for rank in range(turn * expert[name], (turn + 1) * expert[name]):
             owned[rank] += numel
@@ -248,9 +248,9 @@ def copy_bytes(config: ResolvedConfig, world: World) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free where the model is trained: on the GPU, or for all ranks of this machine together.
+    """Return free memory of the device that trains: of the GPU, or of this machine for all its ranks together.
 
-    What a machine's memory may grow by counts as free: ``check_memory`` has said so by then.
+    Memory that the machine may still grow by counts as free: ``check_memory`` has warned about it by then.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -260,9 +260,9 @@ def free_bytes(device: torch.device) -> int:
 def check_memory(
     config: ResolvedConfig, model: ModelConfig, world_size: int, ranks_here: int, device: torch.device
 ) -> None:
-    """ConfigError, with the arithmetic, where this machine has less memory free than the run is sure to need.
+    """Raise ConfigError, with the arithmetic, if this machine has less memory free than the run is sure to need.
 
-    A warning where the machine says that its memory may grow by what is missing.
+    Only warn if the machine reports that its memory may grow by the missing amount.
     """
     if not config.run.memory_check:
         return
@@ -287,9 +287,9 @@ def check_memory(
 def why_too_large(
     config: ResolvedConfig, model: ModelConfig, need: Memory, *, ranks_here: int, host_bytes: int, gpu_bytes: int | None
 ) -> str | None:
-    """Why the run does not fit into what is free, line by line; None where it does.
+    """Explain line by line why the run does not fit into free memory; return None if it fits.
 
-    ``gpu_bytes`` are free on each rank's GPU, and None where ranks compute on the CPU. ``host_bytes`` are free on the
+    ``gpu_bytes`` are free on each rank's GPU; None if ranks compute on the CPU. ``host_bytes`` are free on the
     machine.
     """
     ranks, parameters = plural(ranks_here, "rank"), sum(count_parameters(model).values())
@@ -333,8 +333,8 @@ def _parts(config: ResolvedConfig, need: Memory) -> list[str]:
 
 
 def _advice(config: ResolvedConfig, model: ModelConfig, need: Memory, world_size: int, *, on_gpu: bool) -> str:
-    """What would make it smaller, with the figure."""
-    # The way to keep less that costs least.
+    """Suggest settings that need less memory, with their bytes."""
+    # The cheapest way to keep less.
     keep = "attention" if config.train.keep == "all" else "inputs"
     changed = config.changed({"zero.stage": 3, "train.keep": keep, "train.recompute_experts": "all"})
     smaller = memory_of_rank(changed, model, world_size)
@@ -346,7 +346,7 @@ def _advice(config: ResolvedConfig, model: ModelConfig, need: Memory, world_size
         )
     else:
         lines.append("More machines, a larger parallel.context (fewer tokens a rank) or a smaller model need less.")
-    # Beside a GPU alone: on a CPU there is nowhere else to go.
+    # Only with a GPU: on a CPU there is no other memory to move to.
     if on_gpu:
         lines.extend(_advice_of_host(changed, model, world_size))
     lines.append("--run.memory_check false starts all the same.")
@@ -370,7 +370,7 @@ def _advice_of_host(changed: ResolvedConfig, model: ModelConfig, world_size: int
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes in MiB or GiB."""
+    """Format bytes in MiB or GiB."""
     if num_bytes < 10 * 2**20:
         return f"{num_bytes / 2**20:.1f} MiB"
     if num_bytes < GIB:

@@ -1,4 +1,4 @@
-"""Names and shapes of the weights that a rank holds before ZeRO, of a model that is never allocated."""
+"""Names and shapes of a rank's weights before ZeRO, of a model that is never allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel.mesh import Mesh
 
 
 def planned_mesh(config: ResolvedConfig, world: World) -> Mesh:
-    """The mesh as rank 0 would have it, without process groups."""
+    """Build rank 0's mesh without process groups."""
     parallel = config.parallel
     return Mesh(
         rank=0,
@@ -30,17 +30,17 @@ def planned_mesh(config: ResolvedConfig, world: World) -> Mesh:
 
 
 def build_shapes(config: ResolvedConfig) -> Decoder:
-    """The decoder of a run on the meta device, with one rank's experts; the same object for the same model."""
+    """Build a run's decoder on the meta device, with one rank's experts; the same object for the same model."""
     return _decoder(config.model.config(), config.parallel.expert)
 
 
 def num_parameters(config: ResolvedConfig) -> int:
-    """Values of the weights that a rank holds before ZeRO, and whose gradients it sends."""
+    """Return the number of values in a rank's weights before ZeRO, which is that of the gradients it sends."""
     return _count(build_shapes(config))
 
 
 def num_layer_parameters(config: ResolvedConfig, layer: int | None = None) -> int:
-    """Those of one layer, or of all layers: what embedding, last norm and output head leave."""
+    """Return the number of parameters of one layer, or of all layers, without embedding, last norm and output head."""
     layers = build_shapes(config).model.layers
     if layer is None:
         return _count(layers)

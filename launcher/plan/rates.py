@@ -1,6 +1,6 @@
-"""``Rate``: how much a device does in a second, which may depend on sizes and on the dtype.
+"""``Rate``: work per second of a device, which may depend on sizes and on the dtype.
 
-A small table by size, read between its points in the logarithms of sizes and rate, and at its border beyond them.
+A small table by size, interpolated in the logarithms of sizes and rate, and constant beyond its borders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANY = "value"
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """Something a second."""
+    """Work per second, constant or by dtype and sizes."""
 
     values: Mapping[str, tuple[float, ...]]
     """By dtype, or ``ANY`` for all: a value for each point of the axes, the last axis running fastest."""
@@ -28,25 +28,25 @@ class Rate:
 
     @classmethod
     def plain(cls, value: float) -> Rate:
-        """One value for everything."""
+        """Build a rate with one value for all dtypes and sizes."""
         return cls(values={ANY: (value,)}, axes={})
 
     @property
     def is_plain(self) -> bool:
-        """Whether sizes and dtype make no difference."""
+        """True if the rate depends on neither sizes nor dtype."""
         return not self.axes and ANY in self.values
 
     def at(self, dtype: str = ANY, **sizes: float) -> float:
-        """The rate for these sizes; those that it does not depend on are not read."""
+        """Return the rate for these sizes; sizes that it does not depend on are ignored."""
         values = self.values.get(dtype)
         if values is None:
             values = self.values.get(ANY) or next(iter(self.values.values()))
         if not self.axes:
-            # A search asks this a million times.
+            # Fast path: a search calls this a million times.
             return values[0]
-        # Of each axis two points and their weights; the corners they make are weighed by products.
+        # Two points and their weights on each axis; each corner is weighted by their product.
         places = [_place(points, sizes[name]) for name, points in self.axes.items()]
-        # Logarithms of rates are weighed: half way between 1 and 4 is 2.
+        # Logarithms of rates are averaged: half way between 1 and 4 is 2.
         total = 0.0
         for corner in product((0, 1), repeat=len(places)):
             weight, index = 1.0, 0
@@ -58,7 +58,7 @@ class Rate:
         return math.exp(total)
 
     def to_json(self) -> Any:
-        """A number, or tables."""
+        """Return a number, or tables."""
         if self.is_plain:
             return self.values[ANY][0]
         return {name: list(points) for name, points in self.axes.items()} | {
@@ -68,7 +68,7 @@ class Rate:
 
 
 def _place(points: Sequence[float], size: float) -> tuple[int, float]:
-    """The point below a size, and how far it is from there to the next one, 0 to 1, in logarithms."""
+    """Return the index of the point below a size, and the way to the next point, 0 to 1, in logarithms."""
     if size <= points[0]:
         return 0, 0.0
     if size >= points[-1]:
@@ -78,7 +78,7 @@ def _place(points: Sequence[float], size: float) -> tuple[int, float]:
 
 
 def nested(values: Sequence[float], shape: Sequence[int]) -> Any:
-    """Flat values as lists of lists of this shape; a number without axes."""
+    """Return flat values as nested lists of this shape; a number if the shape is empty."""
     if not shape:
         return values[0]
     if len(shape) == 1:
@@ -88,7 +88,7 @@ def nested(values: Sequence[float], shape: Sequence[int]) -> Any:
 
 
 def read_rate(given: Mapping[str, Any], axes: Sequence[str]) -> Rate | str:
-    """The rate that a profile's section says, or what is wrong with it. ``axes`` are the sizes that it may name."""
+    """Parse the rate of a profile's section, or return an error message. ``axes`` are the sizes that it may name."""
     points: dict[str, tuple[float, ...]] = {}
     for name in axes:
         if name in given:
@@ -96,7 +96,7 @@ def read_rate(given: Mapping[str, Any], axes: Sequence[str]) -> Rate | str:
             if found is None:
                 return f"{name} = {given[name]!r} is no ascending list of sizes above 0"
             points[name] = found
-    # A run in the other dtype must not take this one's rate by accident: both are there, or one for all.
+    # A run in the other dtype must not use this one's rate by accident: require both, or one for all.
     tables = {name: given[name] for name in (ANY, *DTYPES) if name in given}
     if set(tables) not in ({ANY}, set(DTYPES)):
         return "it must have either a value, or one for float32 and one for bfloat16"
@@ -116,7 +116,7 @@ def read_rate(given: Mapping[str, Any], axes: Sequence[str]) -> Rate | str:
 
 
 def is_amount(value: Any) -> bool:
-    """Whether a value is a finite number above 0."""
+    """Return True if the value is a finite number above 0."""
     return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < math.inf
 
 
@@ -129,7 +129,7 @@ def _ascending(values: Any) -> tuple[float, ...] | None:
 
 
 def _flat(table: Any, shape: Sequence[int]) -> tuple[float, ...] | None:
-    """The numbers of nested lists of this shape; None for what has another one."""
+    """Flatten nested lists of this shape; return None if the shape differs."""
     if not shape:
         if not is_amount(table):
             return None

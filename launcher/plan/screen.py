@@ -1,4 +1,4 @@
-"""Planned runs and searches as text: one screen each."""
+"""Text of planned runs and searches, one screen each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def describe_run(config: ResolvedConfig, world: World, document_tokens: int) -> str:
-    """Ranks and settings, and a micro-batch, a line each."""
+    """Describe ranks and settings, and a micro-batch, on one line each."""
     parallel, tokens = config.parallel, padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)
     documents = "one document a row"
     if document_tokens:
@@ -47,7 +47,7 @@ def describe_run(config: ResolvedConfig, world: World, document_tokens: int) -> 
 
 
 def words(config: RunConfig) -> str:
-    """The searched settings in few words; what is off is left out."""
+    """Describe the searched settings in a few words, omitting those that are off."""
     train, parallel, zero = config.train, config.parallel, config.zero
     parts = [f"context {parallel.context}"]
     if parallel.tokens_per_rank:
@@ -68,7 +68,7 @@ def words(config: RunConfig) -> str:
 
 
 def flags(settings: dict[str, Any]) -> str:
-    """The same as flags of pretrain."""
+    """Format the same settings as flags of pretrain."""
     return " ".join(f"--{key} {value}" for key, value in settings.items())
 
 
@@ -76,7 +76,7 @@ def flags(settings: dict[str, Any]) -> str:
 
 
 def headline(run: RunEstimate) -> str:
-    """The run, the hardware, and whether they go together."""
+    """Describe the run and the hardware, and say if the run fits."""
     has, needs = gib(run.hardware.memory_bytes), gib(run.peak_bytes)
     verdict = f"It fits: {needs} of {has} at the peak."
     if run.peak_bytes > run.hardware.memory_bytes:
@@ -91,7 +91,7 @@ def headline(run: RunEstimate) -> str:
 
 
 def memory_rows(run: RunEstimate) -> Rows:
-    """Bytes of the device, by kind."""
+    """Return table rows of device bytes by kind."""
     b = max((rank.bytes for rank in run.ranks), key=lambda of_rank: of_rank.peak)
     rows = []
     if b.process:
@@ -115,7 +115,7 @@ def memory_rows(run: RunEstimate) -> Rows:
 
 
 def seconds_rows(run: RunEstimate) -> Rows:
-    """Seconds of a step of the slowest rank, by part."""
+    """Return table rows of a step's seconds by part, for the slowest rank."""
     of_parts = dataclasses.asdict(run.seconds)
     total = run.seconds.total
     rows = [
@@ -125,10 +125,10 @@ def seconds_rows(run: RunEstimate) -> Rows:
 
 
 def summary(run: RunEstimate, longest: int, longer: Candidate | None) -> list[str]:
-    """What the run takes as a whole, and what longer rows would.
+    """Summarize the full run, and settings for longer rows.
 
-    ``longest`` tokens are the longest row that fits as it is; ``longer`` are settings for rows beyond that, or for the
-    run's own where they do not fit.
+    ``longest`` is the number of tokens in the longest row that fits with these settings; ``longer`` are settings for
+    longer rows, or for the run's own rows if they do not fit.
     """
     config, world = run.config, run.world
     hours = run.run_hours
@@ -154,7 +154,7 @@ def summary(run: RunEstimate, longest: int, longer: Candidate | None) -> list[st
 
 
 def _of_seconds(run: RunEstimate) -> list[str]:
-    """Where seconds come from, and what they are worth."""
+    """Explain the source of the seconds, and their reliability."""
     hardware, ranks = run.hardware, run.world.ranks_per_node
     if not hardware.ranks and hardware.device_type == "cpu":
         return ["Seconds are those of an assumed core. `longctx measure` measures yours, for --device measured."]
@@ -190,7 +190,7 @@ _OF_SECONDS = (
 
 
 def count_line(found: Found, hardware: Hardware) -> str:
-    """How many settings there were."""
+    """Report the number of settings tried."""
     return (
         f"{found.tried:,} settings tried, {found.num_fitting:,} fit {hardware.name} with {HEADROOM:.0%} of its memory "
         f"left, and {gib(hardware.host_memory_bytes)} of the host's for each rank."
@@ -198,7 +198,7 @@ def count_line(found: Found, hardware: Hardware) -> str:
 
 
 def front_rows(found: Found) -> Rows:
-    """Time against memory: what each further GiB buys; the choice is marked."""
+    """Return table rows of time against memory, with the gain of each further GiB; the choice is marked."""
     step = max(1, -(-len(found.front) // _MOST_ROWS))
     candidates = found.front[::step]
     if found.fastest is not None and found.fastest not in candidates:
@@ -211,7 +211,7 @@ def front_rows(found: Found) -> Rows:
 
 
 def nearest_lines(leanest: Candidate, near: Nearest, world: World) -> list[str]:
-    """What to do where nothing fits."""
+    """Suggest changes if no settings fit."""
     hardware = leanest.hardware
     lines = [
         f"Nothing fits {plural(world.ranks, 'rank')}. The nearest settings: {words(leanest.config)}.",

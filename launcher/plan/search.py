@@ -1,6 +1,6 @@
-"""``search``: of the settings that a run could have, those that fit its hardware, and of these the fastest.
+"""``search``: among the possible settings of a run, find those that fit its hardware, and the fastest of these.
 
-Every combination of the settings below is estimated, none is left out by a rule of thumb: arithmetic is cheap.
+Every combination of the settings below is estimated, without shortcuts by rules of thumb: arithmetic is cheap.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHORT_MICRO_BATCH = 32768
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One combination, and what it costs."""
+    """One combination of settings, and its cost."""
 
     config: RunConfig
     peak_bytes: int
@@ -48,19 +48,19 @@ class Candidate:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether it leaves ``HEADROOM`` of the device free, and the host's share is enough."""
+        """True if ``HEADROOM`` of the device stays free and the host's share is enough."""
         return self.fullness <= 1
 
     @property
     def fullness(self) -> float:
-        """The larger share of what it may fill, of device and host; above 1 it does not fit."""
+        """Used share of the memory it may fill, the larger of device and host; above 1 it does not fit."""
         hardware = self.hardware
         of_device = self.peak_bytes / (hardware.memory_bytes * (1 - HEADROOM))
         return max(of_device, self.host_bytes / hardware.host_memory_bytes)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The searched keys, and their values here; ``parallel.tokens_per_rank`` in place of those that it settles."""
+        """Values of the searched keys; ``parallel.tokens_per_rank`` replaces the keys that it determines."""
         keys = list(SEARCHED)
         if self.config.parallel.tokens_per_rank:
             keys = ["parallel.tokens_per_rank"] + [key for key in SEARCHED if key not in FIXED_DEGREE]
@@ -69,7 +69,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search came to."""
+    """Result of a search."""
 
     tried: int
     num_fitting: int
@@ -81,7 +81,7 @@ class Found:
     """Those that fit and that no other one beats in both memory and time, leanest first."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the result as plain values."""
         front = [
             {"settings": one.settings} | {name: getattr(one, name) for name in ("peak_bytes", "host_bytes", "seconds")}
             for one in self.front
@@ -98,12 +98,12 @@ def search(
     held: Collection[str] = (),
     progress: Callable[[int], None] = lambda _: None,
 ) -> Found:
-    """Try all settings of ``config`` but the keys of ``held``; ConfigError where a run would refuse every one."""
+    """Try all settings of ``config`` but the keys in ``held``; raise ConfigError if all of them would be refused."""
     if config.parallel.tokens_per_rank:
-        # The key stands in their place.
+        # tokens_per_rank replaces these keys.
         held = set(held).union(FIXED_DEGREE)
     if config.train.chunk_tokens == "auto":
-        # Given or not, the choice is the search's.
+        # Even if the key was given, "auto" leaves the choice to the search.
         held = set(held) - {"train.chunk_tokens"}
     candidates: list[Candidate] = []
     refused: ConfigError | None = None
@@ -129,7 +129,7 @@ def search(
 def fit_rows(
     config: RunConfig, world: World, hardware: Hardware, seq_len: int, *, document_tokens: int = 0
 ) -> Candidate | None:
-    """The fastest settings, on the config's own degrees, that fit rows of this length; None where nothing does."""
+    """Find the fastest settings, with the config's own degrees, that fit rows of this length; None if none do."""
     longer, parallel = with_rows(config, seq_len), config.parallel
     if parallel.tokens_per_rank:
         needed = max(parallel.tokens_per_rank, -(-seq_len // parallel.context))
@@ -142,7 +142,7 @@ def fit_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class Nearest:
-    """What fits where nothing does."""
+    """Nearest alternatives that fit, if no settings do."""
 
     seq_len: int
     """The longest row on these ranks, with the leanest settings; 0 where none fits."""
@@ -155,7 +155,7 @@ class Nearest:
 def nearest(
     leanest: Candidate, world: World, *, document_tokens: int = 0, held: Collection[str] = (), most_ranks: int = 1 << 14
 ) -> Nearest:
-    """What would fit, seen from the leanest settings that do not."""
+    """Find alternatives that would fit, starting from the leanest settings that do not."""
     hardware = leanest.hardware
     config = planned(leanest.config, world, hardware, document_tokens=document_tokens)
     longest = longest_row(config, world, hardware, share=1 - HEADROOM)
@@ -175,7 +175,7 @@ def _search_or_none(
     try:
         return search(config, world, hardware, document_tokens=document_tokens, held=held)
     except ConfigError:
-        # A step has too few rows for so many ranks, say.
+        # For example, a step has too few rows for so many ranks.
         return None
 
 
@@ -183,7 +183,7 @@ def _search_or_none(
 
 
 def variants(config: RunConfig, world: World, held: Collection[str], device_type: str = "cuda") -> Iterator[RunConfig]:
-    """The combinations, simplest first; some of them a run would refuse."""
+    """Yield the combinations, simplest first; a run would refuse some of them."""
     groups = (
         _free(PLACES, _places(config, world), held),
         _free(STATES, _states(config, world, device_type), held),
@@ -196,8 +196,8 @@ def variants(config: RunConfig, world: World, held: Collection[str], device_type
 def _free(
     names: Sequence[str], options: Iterable[tuple[Any, ...]], held: Collection[str]
 ) -> list[tuple[tuple[str, Any], ...]]:
-    """The options that differ in a key that is not held, each as pairs of key and value, in their order."""
-    # What is held is left out before anything is combined: a search that holds most keys has few combinations.
+    """Return the distinct options of the keys that are not held, as pairs of key and value, in order."""
+    # Held keys are removed before options are combined: a search that holds most keys has few combinations.
     return list(
         dict.fromkeys(
             tuple((key, value) for key, value in zip(names, values, strict=True) if key not in held)
@@ -211,7 +211,7 @@ def _places(config: RunConfig, world: World) -> Iterator[tuple[int, int, int, in
     if config.model.num_experts:
         experts = [n for n in _divisors(world.ranks) if config.model.num_experts % n == 0]
     for context in _divisors(world.ranks):
-        # Rows of a step on each set of ranks that shares one.
+        # Rows per step for each set of ranks that shares a row.
         rows, rest = divmod(config.rows_per_step * context, world.ranks)
         if rest or not rows:
             continue
@@ -219,16 +219,16 @@ def _places(config: RunConfig, world: World) -> Iterator[tuple[int, int, int, in
             n for n in _divisors(rows) if n == 1 or n * config.data.seq_len <= _SHORT_MICRO_BATCH * context
         ]
         for ulysses, expert, micro_batch in product(_divisors(context), experts, micro_batches):
-            # All-to-all of heads between machines has no name that we would give it.
+            # All-to-all of heads between machines is not considered.
             if ulysses <= world.ranks_per_node:
                 yield context, ulysses, expert, micro_batch
 
 
 def _states(config: RunConfig, world: World, device_type: str) -> list[tuple[int, str, str]]:
-    """ZeRO's stage, and what it offloads; to a disk where the config names a folder."""
+    """Return ZeRO stages with their offloading; to a disk only if the config names a folder."""
     found = [(stage, "none", "none") for stage in (1, 2, 3)]
     if world.ranks == 1:
-        # Nothing to spread.
+        # A single rank cannot partition anything.
         found = [(1, "none", "none")]
     if device_type != "cpu":
         found += [(1, "cpu", "none"), (2, "cpu", "none"), (3, "cpu", "none"), (3, "cpu", "cpu")]
@@ -238,10 +238,10 @@ def _states(config: RunConfig, world: World, device_type: str) -> list[tuple[int
 
 
 def _ways(config: RunConfig, device_type: str) -> Iterator[tuple[str, str, int, int]]:
-    """What is kept and where, chunks, and groups of heads."""
+    """Yield the kept activations, their store, chunk sizes, and groups of heads."""
     stores = ["device", "host"]
     if device_type == "cpu":
-        # Its memory is the machine's.
+        # On a CPU the device's memory is the host's.
         stores = ["device"]
     for keep, store in product(("all", "attention", "inputs"), stores):
         yield keep, store, 0, 1
@@ -272,7 +272,7 @@ def _candidate(config: RunConfig, world: World, hardware: Hardware, document_tok
 
 
 def _without_unused(config: RunConfig) -> RunConfig:
-    """The config without folders that its settings do not write to."""
+    """Return the config without folders that its settings do not write to."""
     unused = {}
     if config.train.store != "disk":
         unused["train.store_path"] = ""
@@ -285,7 +285,7 @@ def _without_unused(config: RunConfig) -> RunConfig:
 
 
 def _fastest(fitting: Sequence[Candidate]) -> Candidate | None:
-    """The first of those that are as fast as any: they come simplest first."""
+    """Return the first candidate that is as fast as the best: they come simplest first."""
     if not fitting:
         return None
     best = min(candidate.seconds for candidate in fitting)
@@ -293,7 +293,7 @@ def _fastest(fitting: Sequence[Candidate]) -> Candidate | None:
 
 
 def _front(fitting: Sequence[Candidate]) -> list[Candidate]:
-    """From the leanest on, each one that is faster than all leaner ones."""
+    """Return the Pareto front: from the leanest on, each candidate that is faster than all leaner ones."""
     front: list[Candidate] = []
     for candidate in sorted(fitting, key=lambda one: (one.peak_bytes, one.seconds)):
         if not front or candidate.seconds * _ALIKE < front[-1].seconds:

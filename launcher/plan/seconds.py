@@ -1,7 +1,7 @@
-"""Seconds of one step of one rank, part by part, from what a rank computes and moves and how fast its hardware is.
+"""Seconds of one step of one rank, part by part, from its computation, its communication, and its hardware's rates.
 
-What runs beside computation counts where it takes longer than that: a hop behind attention, a copy behind its layer, a
-reduction behind backward. Ranks that share their cores hide less: the hardware says how much.
+Work that overlaps computation counts only for the time by which it is longer: a hop during attention, a copy during its
+layer, a reduction during backward. Ranks that share their cores hide less, by the hardware's ``hidden_share``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """One step of one rank."""
+    """Seconds of one step of one rank, by part."""
 
     products: float
     """Of weights: forward, backward, and what is computed again."""
@@ -51,7 +51,7 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """Of the whole step."""
+        """Seconds of the full step."""
         return sum(dataclasses.asdict(self).values())
 
 
@@ -64,7 +64,7 @@ def step_seconds(
     activations: Activations,
     hardware: Hardware,
 ) -> StepSeconds:
-    """What a step takes a rank; ``config`` has nothing left to the machine."""
+    """Estimate the seconds of a step on a rank; ``config`` is fully resolved."""
     model, accumulation = config.model.config(), config.accumulation(world.ranks)
     # Counted in micro-batches like this one, the largest: with tokens_per_rank others may have a row less.
     of_rank = config.rows_per_step * config.parallel.context / world.ranks
@@ -117,7 +117,7 @@ def _encoder_seconds(
     documents: PackedDocuments,
     hardware: Hardware,
 ) -> tuple[float, float, float, float]:
-    """(products, elementwise, attention, hops) of the encoder and of cross attention, in a micro-batch."""
+    """Return (products, elementwise, attention, hops) seconds of encoder and cross attention in a micro-batch."""
     sources = source_documents(config, documents.num_documents)
     tokens, forwards = sources.num_tokens // config.parallel.context, _forwards(config)
     model, kernel = encoder.model.config(), expected_kernel(encoder, hardware.device_type)
@@ -125,7 +125,7 @@ def _encoder_seconds(
     forward, backward = attention.seconds(model, encoder.train.dtype, hardware, kernel)
     hops = _waits(attention, forward, hardware, width=1) * forwards
     hops += _waits(attention, backward, hardware, width=1 + _FLOAT32 / encoder.dtype.itemsize)
-    # Every pair of a document's tokens and its source's, shared evenly.
+    # Every pair of a document's token and a source token, shared evenly among ranks.
     pairs = sum(n * s for n, s in zip(documents.lengths, sources.lengths, strict=True)) / config.parallel.context
     each = sqrt(pairs / max(1, documents.num_documents))
     flops = 4.0 * config.model.num_layers * model.num_heads * model.head_dim * pairs
@@ -139,20 +139,20 @@ def _encoder_seconds(
 
 
 def _forwards(config: ResolvedConfig) -> int:
-    """How often attention goes forward."""
+    """Return the number of attention's forward passes."""
     if config.train.keep == "inputs":
         return 2
     return 1
 
 
 def _waited(moving: float, computing: float, hardware: Hardware) -> float:
-    """Seconds that ``moving`` adds to the work it runs beside."""
+    """Return the seconds that ``moving`` adds to the computation that it overlaps."""
     hidden = hardware.hidden_share * moving
     return moving - hidden + max(0.0, hidden - computing)
 
 
 def _waits(attention: Attention, computing: float, hardware: Hardware, *, width: float) -> float:
-    """Seconds of a pass in which hops take longer than the work they run beside."""
+    """Return the seconds by which hops of a pass are longer than the computation that they overlap."""
     if not attention.messages:
         return 0.0
     a_message = width * (attention.received_in_node + attention.received_from_afar) / attention.messages
@@ -166,7 +166,7 @@ def _host_seconds(config: ResolvedConfig, tokens: int, micro_batches: float, har
     if config.train.chunk_tokens:
         chunks = -(-tokens // config.train.chunk_tokens)
     if config.train.keep != "all" or config.train.chunk_tokens:
-        # A second forward pass, of three parts of which backward is two.
+        # A second forward pass: forward is one of three parts, backward two.
         again = 1 / 3
     of_layer, of_micro_batch, of_step = (
         _of_stage(rate, config)
@@ -177,7 +177,7 @@ def _host_seconds(config: ResolvedConfig, tokens: int, micro_batches: float, har
 
 
 def _of_stage(seconds: Rate | None, config: ResolvedConfig) -> float:
-    """What a measured profile says of the run's ZeRO stage; 0 where none was measured."""
+    """Return measured seconds for the run's ZeRO stage; 0 if none were measured."""
     if seconds is None:
         return 0.0
     return seconds.at(config.train.dtype, stage=config.zero.stage + 1)
@@ -189,7 +189,7 @@ def _of_stage(seconds: Rate | None, config: ResolvedConfig) -> float:
 def _ulysses_seconds(
     config: ResolvedConfig, model: ModelConfig, world: World, documents: PackedDocuments, hardware: Hardware
 ) -> float:
-    """Heads for rows and back: forward, backward, and once more what is projected again."""
+    """Return seconds of exchanging heads for rows and back: forward, backward, and again for recomputed projections."""
     ulysses = config.parallel.ulysses
     if ulysses == 1:
         return 0.0
@@ -199,20 +199,20 @@ def _ulysses_seconds(
     passes = 2
     if config.train.keep != "all" or config.train.chunk_tokens:
         passes = 3
-    # Four messages a pass: queries, keys, values, output.
+    # Four messages per pass: queries, keys, values, output.
     bandwidth = _exchange_rate(ulysses, world, hardware).at(bytes=max(1.0, sent / 4))
     return model.depth * passes * (sent / bandwidth + 4 * hardware.message_seconds)
 
 
 def _exchange_rate(ranks: int, world: World, hardware: Hardware) -> Rate:
-    """Of an all-to-all among so many neighbouring ranks."""
+    """Return the rate of an all-to-all among this many neighbouring ranks."""
     if ranks > world.ranks_per_node:
         return hardware.network_bandwidth
     return hardware.exchange_bandwidth
 
 
 def _expert_seconds(config: ResolvedConfig, model: ModelConfig, world: World, tokens: int, hardware: Hardware) -> float:
-    """Tokens to their experts and back, forward and backward, and the way there once more where it is not saved."""
+    """Return seconds of sending tokens to experts and back, in both passes, and of sending them again if not saved."""
     ranks = config.parallel.expert
     if ranks == 1:
         return 0.0
@@ -231,16 +231,16 @@ def _expert_seconds(config: ResolvedConfig, model: ModelConfig, world: World, to
 def _state_seconds(
     config: ResolvedConfig, world: World, micro_batches: int, memory: Memory, computing: float, hardware: Hardware
 ) -> tuple[float, float]:
-    """(seconds of gradients and weights between ranks, seconds of the update) a step.
+    """Return per step (seconds of moving gradients and weights between ranks, seconds of the update).
 
-    ``computing`` seconds of backward are what a reduction may run beside.
+    ``computing`` is the seconds of backward that a reduction can overlap.
     """
     rates = hardware.gradient_parameters, hardware.reduction_parameters, hardware.update_parameters
     if None in rates or config.zero.offload != "none":
         reducing, gathering = _zero_seconds(config, world, micro_batches, hardware)
         zero = _waited(reducing, computing, hardware) + gathering
         return zero, _optimizer_seconds(config, memory, hardware)
-    # What DeepSpeed takes for each parameter was measured whole, with as many ranks.
+    # DeepSpeed's full time per parameter has been measured, with this number of ranks.
     stage, parameters = config.zero.stage + 1, num_parameters(config)
     adding, reducing, updating = (
         parameters / rate.at(config.train.dtype, stage=stage) for rate in rates if rate is not None
@@ -249,20 +249,20 @@ def _state_seconds(
 
 
 def _zero_seconds(config: ResolvedConfig, world: World, micro_batches: int, hardware: Hardware) -> tuple[float, float]:
-    """(seconds of reducing and gathering beside computation, seconds of gathering that nothing hides) a step."""
+    """Return per step (seconds of reducing and gathering that overlap computing, seconds of gathering that do not)."""
     if world.ranks == 1:
         return 0.0, 0.0
     share, width = (world.ranks - 1) / world.ranks, config.dtype.itemsize
     parameters = num_parameters(config) * share
     bandwidth = hardware.node_bandwidth.at(bytes=max(1.0, parameters * _FLOAT32))
     if world.ranks > world.ranks_per_node:
-        # All devices of a machine carry what crosses.
+        # All devices of a machine share the traffic between machines.
         bandwidth = min(bandwidth, world.ranks_per_node * hardware.network_bandwidth.at(bytes=parameters * _FLOAT32))
     stage = config.zero.stage
     if stage == 3:
         gathered = 2 * micro_batches * parameters * width
         return (micro_batches * parameters * _FLOAT32 + gathered) / bandwidth, 0.0
-    # Stage 2 reduces every micro-batch, the others once a step; stage 0 gathers what it reduced, in float32.
+    # Stage 2 reduces every micro-batch, others once a step; stage 0 gathers its reduced gradients, in float32.
     reductions = 1
     if stage == 2:
         reductions = micro_batches
@@ -273,9 +273,9 @@ def _zero_seconds(config: ResolvedConfig, world: World, micro_batches: int, hard
 
 
 def _optimizer_seconds(config: ResolvedConfig, memory: Memory, hardware: Hardware) -> float:
-    """AdamW reads master, both moments and gradient, and writes all but the last, and the weight.
+    """Return seconds of AdamW, which reads master, moments and gradient, and writes master, moments and weight.
 
-    Muon has a moment less and reads as much again for its products, whose own time is not counted.
+    Muon has one moment less and reads as much again for its products, whose own time is not counted.
     """
     values = memory.updated
     bandwidth = hardware.memory_bandwidth.at(config.train.dtype, bytes=max(1.0, values * _FLOAT32))
@@ -284,11 +284,11 @@ def _optimizer_seconds(config: ResolvedConfig, memory: Memory, hardware: Hardwar
         bandwidth = hardware.host_memory_bandwidth.at()
         seconds = values * (_FLOAT32 + config.dtype.itemsize) / hardware.host_bandwidth.at()
     if config.zero.offload == "nvme":
-        # Master and both moments there and back.
+        # Master and both moments, both ways.
         seconds += 6 * values * _FLOAT32 / hardware.disk_bandwidth.at()
     return seconds + values * (7 * _FLOAT32 + config.dtype.itemsize) / bandwidth
 
 
 def slowest(seconds: Sequence[StepSeconds]) -> StepSeconds:
-    """The rank that the others wait for."""
+    """Return the seconds of the rank that the others wait for."""
     return max(seconds, key=lambda of_rank: of_rank.total)

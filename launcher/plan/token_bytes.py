@@ -1,6 +1,6 @@
-"""Bytes of a token's values in a layer: what a kind of layer keeps of it, and what passes.
+"""Bytes of a token's values in a layer, by kind of layer: kept for backward, or passed between its parts.
 
-Names of sizes: M model width, K key heads, H value heads, D key head size, V value head size.
+Sizes: M model width, K key heads, H value heads, D key head size, V value head size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOGSUMEXP = 8
 
 
 class CoreBytes(NamedTuple):
-    """Bytes of a token around the core of a layer."""
+    """Bytes per token around the core of a layer."""
 
     q: int
     """Its queries."""
@@ -37,28 +37,28 @@ class CoreBytes(NamedTuple):
     """What the way from the result to the output projection saves."""
 
     def of_group(self, of_heads: int, of_keys: int) -> CoreBytes:
-        """Return those of one of so many groups of query heads, and of key heads."""
+        """Return the bytes of one group, with this many groups of query heads and of key heads."""
         return CoreBytes(
             self.q // of_heads, self.kv // of_keys, self.out // of_heads, self.lse // of_heads, self.behind // of_heads
         )
 
 
 def _around_delta(model: ModelConfig, mixer: Mixer, width: int) -> CoreBytes:
-    """Of a layer with a gated delta rule: the state at the start of each block, and gate and norm behind it."""
+    """Return bytes of a gated delta rule layer: the state at the start of each block, and gate and norm after it."""
     K, H, D, V, _ = model.delta_sizes
-    # Beside the values stand the inputs of decays, one a head or a channel, and of β.
+    # With the values go the inputs of decays, one per head or channel, and of β.
     gates = 2 * H
     if isinstance(mixer, KimiDelta):
         gates = H * (D + 1)
     states = H * D * V * FLOAT32 // (CHUNK * BLOCK_CHUNKS)
-    # In float32 the norm's input and output and the gate before and behind its function; gate and product in the dtype.
+    # In float32: the norm's input and output, the gate before and after its function. In the dtype: gate and product.
     return CoreBytes(K * D * width, (K * D + H * V + gates) * width, H * V * width, states, H * V * (16 + 2 * width))
 
 
 class TokenBytes:
     """Bytes of a token's values in a layer of a run's model, in the run's dtype.
 
-    ``x`` is the residual stream's, ``attention`` that of a softmax layer; ``q``, ``kv``, ``out`` and ``lse`` are its.
+    ``x`` is the residual stream; ``attention`` is a softmax layer's core, with its ``q``, ``kv``, ``out`` and ``lse``.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -76,7 +76,7 @@ class TokenBytes:
         self.chunked = bool(config.train.chunk_tokens)
 
     def core(self, layer: int) -> CoreBytes:
-        """Of a layer's core."""
+        """Return bytes of a layer's core."""
         mixer = layer_specs(self.model)[layer].mixer
         if isinstance(mixer, GatedDelta):
             return _around_delta(self.model, mixer, self.width)
@@ -87,11 +87,11 @@ class TokenBytes:
         return self.attention
 
     def is_delta(self, layer: int) -> bool:
-        """Whether a layer passes a state on."""
+        """Return True if the layer passes a state on."""
         return isinstance(layer_specs(self.model)[layer].mixer, GatedDelta)
 
     def kept_of(self, layer: int) -> int:
-        """What forward keeps of a layer."""
+        """Return bytes of a layer that forward keeps for backward."""
         keep, model, core = self.config.train.keep, self.model, self.core(layer)
         routing = 0
         if model.has_experts(layer):
@@ -103,32 +103,32 @@ class TokenBytes:
             return self.x + core.out + core.lse + routing + crossed
         if self.chunked:
             return self.x + core.q + core.kv + core.out + core.lse + routing + crossed
-        # Inputs of both norms and parts; queries, keys, values and attention's result; the FFN's.
+        # Inputs of both norms and parts; queries, keys, values and attention's result; tensors of the FFN.
         own = self.before_core(layer) + core.out + core.lse + core.behind
         return 4 * self.x + own + routing + self.saved_of_ffn(layer) + crossed
 
     def kept_of_cross(self) -> int:
-        """What forward keeps of a layer's cross attention, but for keys and values."""
+        """Return bytes of a layer's cross attention that forward keeps, without keys and values."""
         if not self.model.encoder_layers:
             return 0
         kept = self.q + self.lse
         if self.config.train.keep == "all" and not self.chunked:
-            # Queries, the norm's input and theirs.
+            # Queries, the norm's input, and the projection's input.
             kept += self.q + 2 * self.x
         return kept
 
     def routing(self) -> int:
-        """A token's experts and gates."""
+        """Return bytes of a token's experts and gates."""
         return 2 * self.model.experts_per_token * 8
 
     def before_core(self, layer: int) -> int:
-        """Queries, keys and values, and what their projections save beside the layer's normed input."""
+        """Return bytes of queries, keys, values, and tensors saved by their projections, without their normed input."""
         core = self.core(layer)
         model, saved = self.model, core.q + core.kv
         if self.is_delta(layer):
             return saved
         if model.qk_norm != "none":
-            # Of keys and values the keys.
+            # Of keys and values, only the keys are normed.
             saved += core.q + core.kv * model.head_dim // (model.head_dim + model.value_dim)
         if model.v_norm:
             saved += core.kv // 2

@@ -1,17 +1,17 @@
-"""What an attention kernel takes inside one backward call, beside its arguments and results.
+"""Memory that an attention kernel allocates inside one backward call, apart from its arguments and results.
 
-PyTorch's allocator serves it and a trace of operators cannot see it. The tensors are those that the kernels' sources
-allocate:
+PyTorch's allocator provides it, and a trace of operators cannot see it. The tensors are those that the kernels'
+sources allocate:
 
 * ``flash2``, ``cuda_flash``: ``mha_varlen_bwd`` in flash-attention 2.8.3 (``csrc/flash_attn/flash_api.cpp``) and in
   PyTorch 2.11 to 2.13 (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``). dq in float32 and a
-  float32 number for each query and head, each with 128 more queries a sequence; where heads share keys, dk and dv of
+  float32 number for each query and head, each with 128 more queries a sequence; if heads share keys, dk and dv of
   *every query head*, in the dtype of the inputs.
 * ``flash3`` (``hopper/flash_api.cpp``), ``flash4`` (``flash_attn/cute/interface.py``): dq in float32 and two such
-  numbers; where heads share keys, dk and dv of the key heads, in float32. Blocks have 128 rows at most.
-* ``cudnn``: what cudnn-frontend (``scaled_dot_product_flash_attention.h``) reserves for a dense sequence: dq in float32
+  numbers; if heads share keys, dk and dv of the key heads, in float32. Blocks have 128 rows at most.
+* ``cudnn``: as cudnn-frontend (``scaled_dot_product_flash_attention.h``) reserves for a dense sequence: dq in float32
   and one such number. dk and dv of every query head are temporaries of the engine, whose own workspace no source
-  states: they are counted whole.
+  states: they are counted in full.
 * ``flex``: a number for each query and head; the adapter's own forward pass and float32 temporaries
   (``kernels/attention/flash/flex.py``).
 
@@ -47,9 +47,9 @@ class BackwardCall:
 
 
 def expected_kernel(config: ResolvedConfig, device_type: str = "cuda") -> str:
-    """Return the attention kernel that a run is expected to take where it leaves the choice to the machine.
+    """Return the attention kernel that a run is expected to use if it leaves the choice to the machine.
 
-    No flash-attn is installed by `make setup`, so ``auto`` is PyTorch's own kernel; FlexAttention where that lacks the
+    `make setup` does not install flash-attn, so ``auto`` is PyTorch's own kernel, or FlexAttention if that lacks the
     dtype or a rule of the scores.
     """
     model, kernel = config.model, config.parallel.kernel
@@ -63,7 +63,7 @@ def expected_kernel(config: ResolvedConfig, device_type: str = "cuda") -> str:
 
 
 def backward_workspace(kernel: str, call: BackwardCall) -> int:
-    """Return the bytes that this kernel allocates inside the call; 0 for a kernel that computes by operators."""
+    """Return the bytes that this kernel allocates inside the call; 0 for a kernel made of plain operators."""
     if kernel not in _BY_KERNEL:
         return 0
     return _BY_KERNEL[kernel](call)
@@ -74,19 +74,19 @@ def _flash2(call: BackwardCall) -> int:
 
 
 def _flash2_deterministic(call: BackwardCall) -> int:
-    # A sum of dq for each share of the multiprocessors that would otherwise add to one sum in any order.
+    # One dq sum per share of the multiprocessors, which would otherwise add to a single sum in any order.
     return _flash2_sums(call, -(-_MULTIPROCESSORS // (call.num_sequences * call.num_heads)))
 
 
 def _flash2_sums(call: BackwardCall, sums: int) -> int:
-    # It takes one head size: that of queries and keys, to which values are padded.
+    # The kernel takes one head size: that of queries and keys, to which values are padded.
     head = max(call.head_dim, call.value_dim)
     queries = (call.num_queries + _BLOCK * call.num_sequences) * call.num_heads
     return _FLOAT32 * queries * (sums * _rounded(head) + 1) + _of_query_heads(call, head, head)
 
 
 def _flash3(call: BackwardCall) -> int:
-    # flash-attn 4 lengthens by one block more than there are sequences.
+    # flash-attn 4 pads by one block more than there are sequences.
     added = _BLOCK * (call.num_sequences + 1)
     sizes = _FLOAT32 * (call.num_queries + added) * call.num_heads * (_rounded(call.head_dim) + 2)
     if call.num_heads != call.num_kv_heads:
@@ -102,19 +102,19 @@ def _cudnn(call: BackwardCall) -> int:
 
 def _flex(call: BackwardCall) -> int:
     values = call.num_queries * call.num_heads * call.value_dim
-    # Its output and the gradient of that; then two float32 copies and their product.
+    # Its output and the output's gradient; then two float32 copies and their product.
     return values * (2 * call.itemsize + 3 * _FLOAT32) + 2 * _FLOAT32 * call.num_queries * call.num_heads
 
 
 def _of_query_heads(call: BackwardCall, head_dim: int, value_dim: int) -> int:
-    """dk and dv of every query head, where heads share keys; their sums are the results."""
+    """Return bytes of dk and dv of every query head if heads share keys; they are then summed per key head."""
     if call.num_heads == call.num_kv_heads:
         return 0
     return call.itemsize * call.num_keys * call.num_heads * (head_dim + value_dim)
 
 
 def _rounded(head_dim: int) -> int:
-    """The head size that float32 results are laid out for."""
+    """Return the padded head size of float32 results."""
     step = 32
     if head_dim > 128:
         step = 64

@@ -1,4 +1,4 @@
-"""The ranks of a planned run, and the kinds of them that differ."""
+"""Ranks of a planned run, and the kinds of ranks that differ."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ RANKS_IN_A_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """How many ranks, and how many of them a machine holds."""
+    """Number of ranks, and of ranks per machine."""
 
     ranks: int
     ranks_per_node: int
 
     @classmethod
     def of(cls, config: RunConfig, ranks: int = 0, ranks_per_node: int = 0) -> World:
-        """The world that was asked for; where 0, that of the hostfile that ``run.hostfile`` names.
+        """Return the requested world; a 0 is replaced by the hostfile's number, if ``run.hostfile`` names one.
 
-        Without one it is the smallest that the config's degrees make, 8 ranks a machine.
+        Without a hostfile it is the smallest world for the config's degrees, with 8 ranks per machine.
         """
         if config.run.hostfile not in ("launcher", "none"):
             slots = list(read_hostfile(Path(config.run.hostfile)).values())
@@ -35,7 +35,7 @@ class World:
 
 
 def _fewest_ranks(config: RunConfig) -> int:
-    """Ranks that share a micro-batch; where the run takes all there are, as many as a row needs."""
+    """Return the number of ranks that share a micro-batch; if ``tokens_per_rank`` decides, as many as a row needs."""
     parallel = config.parallel
     if parallel.tokens_per_rank <= 0 or parallel.context > 1:
         return parallel.context
@@ -45,14 +45,14 @@ def _fewest_ranks(config: RunConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RankKind:
-    """A rank that stands for those with the same kind of work."""
+    """A rank that represents all ranks with the same kind of work."""
 
     rank: int
     names: tuple[str, ...]
     """What it is: the first of its ring, the last that shares the experts."""
 
     def describe(self) -> str:
-        """One line for the report."""
+        """Return one line for the report."""
         described = ", ".join(self.names)
         if not described:
             return f"rank {self.rank}"
@@ -60,16 +60,16 @@ class RankKind:
 
 
 def rank_kinds(config: RunConfig) -> list[RankKind]:
-    """The ranks to look at: first, middle and last of the first ring, first and last of the first expert group."""
+    """Return the ranks to look at: first, middle, last of the first ring, and first, last of the first expert group."""
     parallel = config.parallel
-    # A rank may be of several kinds, and is traced once.
+    # A rank may be of several kinds, but is traced only once.
     ring = parallel.context // parallel.ulysses
     names: dict[int, list[str]] = {0: []}
     if ring > 1:
         for place, ring_rank in (("first", 0), ("middle", ring // 2), ("last", ring - 1)):
             names.setdefault(ring_rank * parallel.ulysses, []).append(f"{place} of the ring")
     if parallel.ulysses > 1:
-        # Heads that do not divide evenly leave the last rank fewer.
+        # If heads do not divide evenly, the last rank has fewer.
         names.setdefault(parallel.ulysses - 1, []).append("last of those that split heads")
     if parallel.expert > 1:
         names[0].append("first that shares the experts")

@@ -1,4 +1,4 @@
-"""Bytes of a rank's device under ZeRO, by arithmetic: DeepSpeed runs around the step that is traced, not in it."""
+"""Bytes of a rank's device under ZeRO, by arithmetic: a traced step does not include DeepSpeed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAT_VALUES = 500_000_000
 class StepBytes:
     """Bytes of a rank's device memory in a step, by kind; plain values, which become JSON.
 
-    The first six are arithmetic in a plan and in a trace, ``process`` is measured; a trace counts the others.
+    The first six come from arithmetic in plans and traces, ``process`` is measured; a trace counts the others.
     """
 
     weights: int
@@ -54,19 +54,19 @@ class StepBytes:
 
     @property
     def held(self) -> int:
-        """Bytes that are there all the time."""
+        """Bytes that are held all the time."""
         return self.process + self.weights + self.gradients + self.optimizer
 
     @property
     def peak(self) -> int:
-        """The most of a step."""
+        """Peak bytes of a step."""
         within = self.gathered + self.reduction + self.kept + self.passing
         return self.held + max(within, self.after_backward, self.optimizer_step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """Bytes beside the gradients themselves."""
+    """Bytes of gradient reduction, apart from the gradients themselves."""
 
     buckets: int = 0
     """That are there all through backward."""
@@ -79,11 +79,11 @@ class Reduction:
 
     @property
     def within_backward(self) -> int:
-        """Both."""
+        """Bytes of buckets and message together."""
         return self.buckets + self.message
 
     def beside(self, kept: int, passing: int) -> int:
-        """What it adds to the peak of a backward pass: a bucket that goes late goes when layers have let go of much."""
+        """Return bytes added to the peak of backward: when a bucket is sent late, layers have freed much by then."""
         gone = (1 - self.kept_share) * kept
         if not self.kept_share:
             gone += passing
@@ -92,7 +92,7 @@ class Reduction:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes on the device between two steps, and what comes on top within one."""
+    """Bytes on the device between two steps, and additional bytes within a step."""
 
     weights: int
     gradients: int
@@ -102,7 +102,7 @@ class Held:
     reduction: Reduction
 
     def in_step(self, *, kept: int, passing: int, **others: int) -> StepBytes:
-        """The bytes of a step whose layers keep and pass so many; ``others`` are fields of ``StepBytes``."""
+        """Return a step's bytes, given ``kept`` and ``passing`` bytes; ``others`` are fields of ``StepBytes``."""
         return StepBytes(
             weights=self.weights,
             gradients=self.gradients,
@@ -117,15 +117,15 @@ class Held:
 
 
 def partition_bytes(config: ResolvedConfig, module: nn.Module, mesh: Mesh, device: str = "cuda") -> Held:
-    """The bytes of a rank under the config's ZeRO stage, on a ``device`` of this type.
+    """Return the bytes of a rank under the config's ZeRO stage, on a ``device`` of this type.
 
-    ``module`` has the shapes of this rank before ZeRO: whole parameters, its own experts alone.
+    ``module`` has this rank's shapes before ZeRO: full parameters, and only its own experts.
     """
     memory = memory_of_rank(config, config.model.config(), mesh.world_size)
     weights = memory.weights
     whole = sum(p.numel() for p in module.parameters()) * config.dtype.itemsize
     if config.zero.stage != 3:
-        # The traced module's own: what a rank holds is what was built here.
+        # Those of the traced module: without stage 3 a rank holds all that was built here.
         weights = whole
     weights += sum(b.numel() for b in module.buffers()) * config.dtype.itemsize
     parameters = {name: p.shape for name, p in module.named_parameters()}
@@ -143,16 +143,16 @@ def partition_bytes(config: ResolvedConfig, module: nn.Module, mesh: Mesh, devic
 
 
 def _gathered(config: ResolvedConfig, parameters: dict[str, torch.Size], experts: set[str], mesh: Mesh) -> int:
-    """Bytes of whole weights in ZeRO 3, at most. A rank's own part of them stays where it is."""
+    """Return the most bytes of gathered weights in ZeRO 3. A rank's own partition is stored separately."""
     if mesh.expert == mesh.world_size:
-        # Nobody else holds them, so there is nothing to gather.
+        # No other rank holds these experts, so they are never gathered.
         parameters = {name: shape for name, shape in parameters.items() if name not in experts}
     sizes = [shape.numel() for shape in parameters.values()]
     live = min(sum(sizes), config.zero.max_live_parameters)
-    # What arrives at once lies by ranks, and is copied into parameters.
+    # Arriving weights are laid out by rank, then copied into parameters.
     arriving = min(sum(sizes), max(config.zero.prefetch_bucket_size, *sizes))
     if config.train.chunk_tokens:
-        # By chunks the weights of a block are gathered together.
+        # With chunks, all weights of a block are gathered together.
         of_layers: Counter[str] = Counter()
         for name, shape in parameters.items():
             layer = _layer_of(name)
@@ -166,9 +166,9 @@ def _gathered(config: ResolvedConfig, parameters: dict[str, torch.Size], experts
 def reduction_bytes(
     config: ResolvedConfig, parameters: Mapping[str, torch.Size], experts: Set[str], *, world_size: int, device: str
 ) -> Reduction:
-    """What the config's ZeRO stage takes on a ``device`` ("cuda", "cpu") that holds these ``parameters``.
+    """Return the bytes of reduction under the config's ZeRO stage on a ``device`` ("cuda", "cpu") with ``parameters``.
 
-    ``experts`` names those of them that fewer ranks share: they are reduced apart from the others.
+    ``experts`` names the parameters that fewer ranks share, which are reduced separately.
     """
     stage = config.zero.stage
     sizes = {name: shape.numel() for name, shape in parameters.items()}
@@ -179,16 +179,16 @@ def reduction_bytes(
         return Reduction(after_backward=flat * FLOAT32)
     bucket = config.zero.reduce_bucket_size
     kept_share = _kept_share(sizes, bucket)
-    # A tensor that no bucket has room for is reduced by itself.
+    # A tensor larger than a bucket is reduced by itself.
     values = max(min(bucket, sum(sizes.values())), *sizes.values())
     if stage == 3:
-        # The bucket stays for good; what it is cut into and padded for the message are two copies.
+        # The bucket is permanent; its partitions, padded for the message, are two copies.
         return Reduction(
             buckets=bucket * FLOAT32, message=2 * values * FLOAT32, kept_share=kept_share, after_backward=0
         )
     means = 0
     if config.dtype == torch.float32 and (stage == 1 or config.accumulation(world_size) > 1):
-        # This rank's part of the mean stands beside what was added up over micro-batches.
+        # This rank's part of the mean is held in addition to the sum over micro-batches.
         means = -(-sum(count_parameters(config.model.config()).values()) // world_size) * FLOAT32
     overlap = overlaps(stage, device, zero_options(config.zero).overlap_comm)
     if stage == 1 and not overlap:
@@ -203,18 +203,18 @@ def reduction_bytes(
 
 
 def _message(values: int, width: int) -> int:
-    """Bytes of stage 1's and 2's messages of so many ``values``."""
-    # A gradient waits for its bucket to go. Pieces of a bucket for one rank are laid end to end, and sent in float32.
+    """Return bytes of the messages of stages 1 and 2 for this many ``values``."""
+    # A gradient waits for its bucket. Pieces of a bucket for one rank are concatenated and sent in float32.
     message = 2 * values * width
     if width != FLOAT32:
-        # The copy in float32. Two more gradients have been seen alive beside it; why, DeepSpeed's source does not say.
+        # The float32 copy. Two more gradients have been seen alive at that time, unexplained by DeepSpeed's source.
         message += (2 * width + FLOAT32) * values
     return message
 
 
 def _kept_share(sizes: Mapping[str, int], bucket: int) -> float:
-    """The share of layers that are before backward, or in it, when gradients first are more than a ``bucket`` takes."""
-    # In the order of forward: the encoder's layers come before the decoder's, behind the table that both look up.
+    """Return the share of layers whose backward is not finished when gradients first exceed a ``bucket``."""
+    # In forward order: the encoder's layers come before the decoder's, after the table that both look up.
     names = sorted(sizes, key=lambda name: (not name.startswith("model.embed"), not name.startswith("encoder.")))
     numbers = {layer: number for number, layer in enumerate(dict.fromkeys(filter(None, map(_layer_of, names))))}
     num_layers = max(1, len(numbers))
@@ -225,14 +225,14 @@ def _kept_share(sizes: Mapping[str, int], bucket: int) -> float:
         if layer:
             share = (numbers[layer] + 1) / num_layers
         elif share < 1:
-            share = 0.0  # embeddings, behind the first layer
+            share = 0.0  # embeddings, after the first layer in backward
         if filled > bucket:
             return share
     return 0.0
 
 
 def _layer_of(name: str) -> str:
-    """The layer that a tensor is of, with its stack's name; empty for what is of none."""
+    """Return the layer of a tensor, prefixed with its stack's name; empty if it belongs to no layer."""
     stack, layers, behind = name.partition(".layers.")
     if not layers:
         stack, layers, behind = name.partition(".mtp.")

@@ -1,4 +1,4 @@
-"""The shipped recipes, by name."""
+"""Included recipes, by name."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ QUICKSTART = _FOLDER / "quickstart.toml"
 
 
 def recipes() -> dict[str, Path]:
-    """Name -> file of every shipped recipe."""
+    """Return name -> file of every included recipe."""
     return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
 
 
 def summary(recipe: Path) -> str:
-    """The first line of a recipe, which says what it trains."""
+    """Return the first line of a recipe, a description of the training."""
     with recipe.open() as file:
         return file.readline().removeprefix("# ").strip()
 
 
 def find_config(given: str) -> Path:
-    """The file that ``--config`` names: a path, or the name of a recipe; ConfigError where it is neither."""
+    """Find the file that ``--config`` names, by path or by recipe name; raise ConfigError if it is neither."""
     path, known = Path(given), recipes()
     if path.is_file():
         return path
-    # With or without its ending; a recipe goes before a folder of the same name, such as its run's.
+    # With or without its suffix; a recipe wins over a folder of the same name, such as its run's.
     name = given.removesuffix(".toml")
     if name in known:
         return known[name]

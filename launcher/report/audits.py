@@ -1,4 +1,4 @@
-"""The report's part on wrong numbers: what audits and comparisons of replicas found, and on which rank."""
+"""Report section on wrong numbers: findings of audits and replica comparisons, and the ranks involved."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _MAX_REMARKS = 3
 
 
 def audit_events(folder: Path, records: Sequence[Record]) -> list[Record]:
-    """The events of a run's wrong numbers, by step: those of steps that it has taken again since, too."""
+    """Return a run's events of wrong numbers, by step, including those of steps that were taken again since."""
     found = [record for record in records if record.get("event") == AUDIT_EVENT]
-    # Whoever goes on from an earlier checkpoint sets the event aside, and the machine is as suspect as before.
+    # A resume from an earlier checkpoint discards the event, but the machine is as suspect as before.
     for record in readable_records(folder / DISCARDED_FILE, f'"{AUDIT_EVENT}"'):
-        # A resume that was killed may have set the same line aside twice.
+        # A killed resume may have discarded the same line twice.
         if record.get("event") == AUDIT_EVENT and record not in found:
             found.append(record)
     return sorted(found, key=lambda record: (record["step"], record.get("time", "")))
 
 
 def audit_remarks(events: Sequence[Record]) -> list[str]:
-    """One remark for each of the last steps whose numbers were wrong."""
+    """Return a remark for each of the last steps with wrong numbers."""
     lines = []
     for event in events[-_MAX_REMARKS:]:
         findings = event.get("findings") or [{}]
@@ -44,7 +44,7 @@ def audit_remarks(events: Sequence[Record]) -> list[str]:
 
 
 def audit_sections(events: Sequence[Record]) -> list[Section]:
-    """A table with a row for each finding; none of a run whose numbers were never found wrong."""
+    """Return a table with a row for each finding; none if no wrong number was ever found."""
     rows = [_row(event, finding) for event in events for finding in event.get("findings") or []]
     if not rows:
         return []
@@ -59,7 +59,7 @@ def audit_sections(events: Sequence[Record]) -> list[Section]:
 
 
 def _who(finding: dict[str, Any]) -> str:
-    """The rank that was wrong, or those of which one was, with their machines."""
+    """Name the rank that was wrong, or the ranks of which one was, with their machines."""
     ranks, hosts = finding.get("ranks") or [], finding.get("hosts") or []
     if not ranks:
         return "by an unknown rank"

@@ -33,9 +33,9 @@ _PATHS = ("run.output_dir",)
 
 
 def write_comparison(folders: Sequence[Path], output: Path | str | None = None) -> Path:
-    """Write the comparison of these run folders and return its path, ``comparison.html`` here unless it is given.
+    """Write the comparison of these run folders and return its path, by default ``comparison.html`` here.
 
-    ConfigError for a folder that is named twice, DataError for what is no run folder.
+    Raise ConfigError if a folder is named twice, DataError if a folder is not a run folder.
     """
     names = distinct_names(folders)
     runs = [load_run(folder) for folder in folders]
@@ -49,9 +49,9 @@ def _write(names: Sequence[str], what: str, parts: Sequence[Section], output: Pa
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names, with as many of their parents as it takes to tell them apart.
+    """Return the folders' names, with as many parents as needed to tell them apart.
 
-    ConfigError for a folder that is named twice.
+    Raise ConfigError if a folder is named twice.
     """
     folders = [folder.resolve() for folder in folders]
     twice = [folder for folder in folders if folders.count(folder) > 1]
@@ -82,7 +82,7 @@ def sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
 
 
 def figure_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
-    """The runs' key figures, one a row; – where a run does not have one."""
+    """Return the runs' key figures, one per row; – if a run lacks it."""
     by_run = [{figure.label: figure.value for figure in key_figures(run)} for run in runs]
     # In the order of a report; a run may have figures that another lacks.
     labels = list(dict.fromkeys(label for found in by_run for label in found))
@@ -92,7 +92,7 @@ def figure_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """The keys whose values differ between the runs' configs, with the values."""
+    """Return the keys with different values in the runs' configs, with the values."""
     configs = [dict(_flatten(run.config)) for run in runs]
     rows: list[tuple[str, ...]] = []
     for key in dict.fromkeys(key for config in configs for key in config):
@@ -104,7 +104,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 @styled
 def loss_figure(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
-    """Draw training losses, smoothed, and validation losses over the tokens; None without any."""
+    """Draw training losses, smoothed, and validation losses over the tokens; None if there are none."""
     figure, (axes,) = new_figure(1, height=3.9)
     drawn = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -118,7 +118,7 @@ def loss_figure(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
                 loss = loss.smoothed().thinned()
             points = _over_tokens(run, loss)
             axes.plot(points.steps, points.values, style, color=colour, markersize=4, label=label)
-            # A run stands in the legend once.
+            # Each run has one entry in the legend.
             label = None
     if not drawn:
         return None
@@ -138,7 +138,7 @@ def _over_tokens(run: Run, series: Series) -> Series:
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested mappings as (dotted key, value) pairs, in order: ``{"a": {"b": 1}} -> [("a.b", 1)]``."""
+    """Flatten nested mappings to (dotted key, value) pairs, in order: ``{"a": {"b": 1}} -> [("a.b", 1)]``."""
     pairs: list[tuple[str, Any]] = []
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -149,7 +149,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any
 
 
 def _plain(value: Any) -> str:
-    """A value of the environment as text: lists of plain values with commas, anything deeper as JSON."""
+    """Format a config value as text: lists of plain values with commas, deeper values as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(not isinstance(item, list | dict) for item in value):
@@ -157,19 +157,19 @@ def _plain(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-# Several evaluations: needles in panels of one scale, and scores by length as a table.
+# Several evaluations: needle panels with the same scale, and scores by length as a table.
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Whether a folder is what ``evaluate`` has written."""
+    """Return True if the folder was written by ``evaluate``."""
     return (folder / SETTINGS_FILE).is_file()
 
 
 def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the comparison of these evaluations and return its path, ``comparison.html`` here unless it is given.
+    """Write the comparison of these evaluations and return its path, by default ``comparison.html`` here.
 
-    Its pictures, and what they were drawn from, are files beside it. ConfigError for a folder that is named twice, and
-    where no task with depth is in all of them; DataError for what is no evaluation.
+    Its pictures and their data are written as files next to it. Raise ConfigError if a folder is named twice, or if no
+    task with depth is in all evaluations; DataError if a folder is not an evaluation.
     """
     names = distinct_names(folders)
     evaluations = [load_evaluation(folder) for folder in folders]
@@ -182,7 +182,7 @@ def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Pa
     for task in tasks:
         rows = panel_rows(evaluations, names, task)
         picture = _needle_picture(evaluations, names, task)
-        # Files of their own: a picture is sent around without its page.
+        # Separate files: a picture may be shared without its page.
         beside = page.with_name(f"{page.stem}_{task}.svg")
         write_atomically(beside, standalone(picture).encode())
         write_csv(beside.with_suffix(".csv"), rows)
@@ -192,13 +192,13 @@ def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Pa
 
 
 def common_tasks(evaluations: Sequence[Evaluation]) -> list[str]:
-    """The tasks with depth that every evaluation has."""
+    """Return the tasks with depth that all evaluations have."""
     first, *others = [tasks_with_depth(evaluation) for evaluation in evaluations]
     return [task for task in first if all(task in tasks for tasks in others)]
 
 
 def panel_rows(evaluations: Sequence[Evaluation], names: Sequence[str], task: str) -> Rows:
-    """What the panels of a task are drawn from, each row with its evaluation's name."""
+    """Return the data of a task's panels, each row with its evaluation's name."""
     return [
         {"evaluation": name, **row}
         for evaluation, name in zip(evaluations, names, strict=True)
@@ -209,7 +209,7 @@ def panel_rows(evaluations: Sequence[Evaluation], names: Sequence[str], task: st
 def _needle_picture(evaluations: Sequence[Evaluation], names: Sequence[str], task: str) -> str:
     panels = [(name, depth_rows(evaluation, task)) for name, evaluation in zip(names, evaluations, strict=True)]
     lengths = sorted({row["length"] for _, rows in panels for row in rows})
-    # A line each: models, dates and numbers of samples may all differ.
+    # One line for each: models, dates and numbers of samples may all differ.
     parts = []
     for evaluation, (name, rows) in zip(evaluations, panels, strict=True):
         count = plural(sum(row["n"] for row in rows), "sample")
@@ -219,7 +219,7 @@ def _needle_picture(evaluations: Sequence[Evaluation], names: Sequence[str], tas
 
 
 def _score_section(evaluations: Sequence[Evaluation], names: Sequence[str]) -> Section:
-    """A row for each task and evaluation, a column a length."""
+    """Return a table with a row for each task and evaluation, and a column for each length."""
     found = [score_rows(evaluation) for evaluation in evaluations]
     lengths = sorted({row["length"] for rows in found for row in rows})
     tasks = list(dict.fromkeys(row["task"] for rows in found for row in rows))

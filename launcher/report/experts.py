@@ -1,4 +1,4 @@
-"""The report's part about experts: their load over time in pictures and a table, and the names of dead ones.
+"""Report section about experts: their load over time in pictures and a table, and the names of dead ones.
 
 Axes: S steps, C columns of a heat map (neighbouring steps added up), L expert layers, E experts.
 """
@@ -45,7 +45,7 @@ _CURVES = (
 
 
 def routed_records(train: Sequence[Record]) -> list[Record]:
-    """The records of steps in which a layer with experts ran; none where not one has all counts."""
+    """Return the records of steps that ran a layer with experts; empty if none of them has all counts."""
     routed = [record for record in train if record.get("expert_load") or record.get("expert_idle")]
     if not whole_records(routed):
         return []
@@ -53,26 +53,26 @@ def routed_records(train: Sequence[Record]) -> list[Record]:
 
 
 def whole_records(routed: Sequence[Record]) -> list[Record]:
-    """Those with all counts: all of a small model, some of a large one (``launcher.metrics.expert_load``)."""
+    """Return records with all counts: all of a small model, some of a large one (``launcher.metrics.expert_load``)."""
     return [record for record in routed if record.get("expert_load")]
 
 
 def uneven_rows(routed: Sequence[Record]) -> list[int]:
-    """Rows of ``expert_load`` that are drawn one by one: all, or the ``MAX_PANELS`` least even over the whole run."""
-    # Over the whole run: the rows of one step change from step to step, and with them the picture.
+    """Return the rows of ``expert_load`` to draw: all, or the ``MAX_PANELS`` least even over the full run."""
+    # Over the full run: the least even rows of single steps change, and the picture would change with them.
     totals_LE = _loads(whole_records(routed)).sum(axis=0)
     worst = sorted(range(len(totals_LE)), key=lambda row: -_or_zero(max_over_mean(totals_LE[row].tolist())))
     return sorted(worst[:MAX_PANELS])
 
 
 def dead_experts(routed: Sequence[Record], window: int = DEAD_AFTER_STEPS) -> list[str]:
-    """``name (steps a to b, c to d)`` of each expert that got no token for ``window`` or more logged steps in a row."""
+    """Return ``name (steps a to b, c to d)`` of experts idle for ``window`` or more logged steps in a row."""
     layers, num_experts = layer_numbers(routed[-1]), len(whole_records(routed)[-1]["expert_load"][0])
     steps = [record["step"] for record in routed]
     idle_SLE = np.array([idle_experts(record, num_experts) for record in routed])
     found: list[str] = []
     for row, expert in np.argwhere(idle_SLE.sum(axis=0) >= window):
-        # Where the expert becomes idle and where it stops: the differences of 0 and 1.
+        # Steps at which the expert becomes idle or stops being idle: the differences of 0 and 1.
         edges = np.flatnonzero(np.diff(np.concatenate([[0], idle_SLE[:, row, expert].astype(int), [0]])))
         spans = [(start, stop) for start, stop in edges.reshape(-1, 2) if stop - start >= window]
         if spans:
@@ -82,7 +82,7 @@ def dead_experts(routed: Sequence[Record], window: int = DEAD_AFTER_STEPS) -> li
 
 
 def expert_table(routed: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings, and a row for every layer: balance in the last tenth of the run, at its start, in its worst step."""
+    """Return headings, and a row per layer: balance in the last tenth of the run, in its first, in its worst step."""
     whole = whole_records(routed)
     num_recent = max(1, len(whole) // 10)
     loads_SLE, rows = _loads(whole), []
@@ -91,7 +91,7 @@ def expert_table(routed: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[
         worst = max(range(len(by_step)), key=lambda step: _or_zero(by_step[step]))
         recent = loads_SLE[-num_recent:, row].sum(axis=0).tolist()
         start = loads_SLE[:num_recent, row].sum(axis=0).tolist()
-        # One expert has no entropy to compare with: ln 1 is 0.
+        # With one expert the entropy has no reference: ln 1 is 0.
         entropy = "–"
         if len(recent) > 1:
             entropy = f"{load_entropy(recent) / math.log(len(recent)):.3f}"
@@ -113,7 +113,7 @@ def expert_table(routed: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[
 
 @styled
 def load_figure(routed: Sequence[Record]) -> str:
-    """Load over mean of each expert over the steps, one heat map a layer."""
+    """Draw load over mean of each expert over the steps, one heat map per layer."""
     routed = whole_records(routed)
     steps, layers, loads_SLE = [record["step"] for record in routed], layer_numbers(routed[-1]), _loads(routed)
     rows = uneven_rows(routed)
@@ -134,7 +134,7 @@ def load_figure(routed: Sequence[Record]) -> str:
     # An odd number of layers leaves an empty panel in the last row.
     for axes in panels[len(rows) :]:
         axes.set_visible(False)
-    # The lowest panel of each column names the axis for those above it.
+    # The lowest panel of each column labels the axis for those above it.
     for axes in panels[max(0, len(rows) - num_columns) : len(rows)]:
         axes.set_xlabel("step")
     assert image is not None
@@ -144,7 +144,7 @@ def load_figure(routed: Sequence[Record]) -> str:
 
 @styled
 def map_figure(routed: Sequence[Record]) -> str:
-    """Load over mean of every expert of every layer, expert × layer: over the first and the last tenth of the run."""
+    """Draw load over mean, expert × layer, of all experts: over the first and over the last tenth of the run."""
     routed = whole_records(routed)
     num_recent = max(1, len(routed) // 10)
     layers, loads_SLE = layer_numbers(routed[-1]), _loads(routed)
@@ -173,7 +173,7 @@ def map_figure(routed: Sequence[Record]) -> str:
 
 @styled
 def balance_figure(routed: Sequence[Record]) -> str | None:
-    """Violation, entropy, size of logits, dropped share over the steps, a line a layer; None where none was logged."""
+    """Draw violation, entropy, logit size and dropped share over steps, a line per layer; None if none are logged."""
     curves = [(key, title) for key, title in _CURVES if any(record.get(key) for record in routed)]
     if not any(any(record.get("expert_dropped_share") or []) for record in routed):
         curves = [(key, title) for key, title in curves if key != "expert_dropped_share"]
@@ -184,26 +184,26 @@ def balance_figure(routed: Sequence[Record]) -> str | None:
     figure, panels = new_figure(2, rows=num_rows, height=0.7 + 2.1 * num_rows)
     for axes, (key, title) in zip(panels, curves, strict=False):
         for row, colour in zip(rows, _LAYER_COLOURS, strict=False):
-            # Records of a run's earlier releases may lack the key.
+            # Records of earlier releases may lack the key.
             series = Series.of([{"step": r["step"], key: r[key][row]} for r in routed if r.get(key)], key)
             thin_curve(axes, series, colour, f"layer {layers[row]}")
         axes.set_title(title)
         finish(axes, "step", "", None)
         if key == "expert_dropped_share":
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        # From zero, unless values are negative: small changes must not look large.
+        # The axis starts at zero, unless values are negative: small changes must not look large.
         if axes.get_ylim()[0] > 0:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     for axes in panels[len(curves) :]:
         axes.set_visible(False)
-    # All panels draw the same layers in the same colours: one legend serves them.
+    # All panels draw the same layers in the same colours, so they share one legend.
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(rows))
     return to_svg(figure, "balance")
 
 
 def _max_over_mean(record: Record, row: int) -> float:
-    """``max_over_mean`` of one row of ``expert_load``, also where a step's counts are not written."""
+    """Return ``max_over_mean`` of one row of ``expert_load``, also if a step's counts are not written."""
     if record.get("expert_load"):
         return max_over_mean(record["expert_load"][row])
     return 1 + record["expert_max_violation"][row]
@@ -214,16 +214,16 @@ def _loads(routed: Sequence[Record]) -> np.ndarray:
 
 
 def _columns(loads_SE: np.ndarray) -> np.ndarray:
-    """At most ``MAX_COLUMNS`` sums over equal groups of steps, [C, E]."""
+    """Return at most ``MAX_COLUMNS`` sums over equal groups of steps, [C, E]."""
     size = math.ceil(len(loads_SE) / MAX_COLUMNS)
     padding = np.zeros((-len(loads_SE) % size, loads_SE.shape[1]))
-    # Sums, not means: the colours show load over mean, which a sum leaves as it is.
+    # Sums, not means: the colours show load over mean, which is the same for a sum.
     return np.concatenate([loads_SE, padding]).reshape(-1, size, loads_SE.shape[1]).sum(axis=1)
 
 
 def _log_loads(loads_XE: np.ndarray) -> np.ndarray:
-    """log2 of load over the row's mean, within ±2; −3 marks an expert without a token, NaN a row without any."""
-    # A row without tokens is 0 / 0, an expert without tokens log 0: both have a colour of their own.
+    """Return log2 of load over the row's mean, within ±2; −3 marks an expert without tokens, NaN a row without any."""
+    # A row without tokens is 0 / 0, an expert without tokens log 0: each has its own colour.
     with np.errstate(invalid="ignore", divide="ignore"):
         logs_XE = np.log2(loads_XE / loads_XE.mean(axis=1, keepdims=True))
     return np.where(np.isneginf(logs_XE), -3.0, np.clip(logs_XE, -2.0, 2.0))
@@ -247,12 +247,12 @@ def _colour_bar(figure: Figure, image: AxesImage, panels: Sequence[Axes]) -> Non
 
 
 def _expert_ticks(num_experts: int, *, most: int) -> MultipleLocator:
-    """A tick each power of two: experts come in powers of two, and so do their ranks."""
+    """Place ticks at multiples of a power of two: experts come in powers of two, and so do their ranks."""
     return MultipleLocator(2 ** math.ceil(math.log2(max(1, num_experts / most))))
 
 
 def _step_ticks(axes: Axes, first: int, last: int) -> None:
-    """Whole steps as ticks: each one of a short run, round numbers of a long one."""
+    """Place ticks at integer steps: every step of a short run, round numbers of a long one."""
     if last - first < 6:
         axes.set_xticks(range(first, last + 1))
     else:
@@ -261,7 +261,7 @@ def _step_ticks(axes: Axes, first: int, last: int) -> None:
 
 
 def _or_zero(value: float) -> float:
-    """A figure to sort by: a layer without tokens counts as even."""
+    """Return a sort key: a layer without tokens counts as even."""
     if math.isnan(value):
         return 0.0
     return value

@@ -1,7 +1,7 @@
-"""The report's pictures: each function takes numbers and returns one inline SVG that follows the page's colours.
+"""Pictures of the report: each function takes numbers and returns one inline SVG in the page's colours.
 
-Object-oriented matplotlib with the SVG backend only: no window, no pyplot state. Text stays text, and the two colours
-that depend on a light or dark page are written as CSS.
+Object-oriented matplotlib with the SVG backend only: no window, no pyplot state. Text stays text, and the two
+colours that depend on a light or dark page are written as CSS.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One quantity over the steps: NaN where it was not finite or not known."""
+    """One quantity over the steps; NaN if it was not finite or is unknown."""
 
     steps: np.ndarray
     values: np.ndarray
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], key: str) -> Series:
-        """``key`` of every record that has it."""
+        """Build the series of ``key`` from all records that have it."""
         rows = [(record["step"], record[key]) for record in records if record.get(key) is not None]
         values = np.array([value for _, value in rows], dtype=float)
         values[~np.isfinite(values)] = np.nan
@@ -75,21 +75,21 @@ class Series:
         return bool(np.isfinite(self.values).any())
 
     def thinned(self, limit: int = MAX_POINTS) -> Series:
-        """At most ``limit`` points: means of equal groups of steps, NaN only where a whole group is."""
+        """Return at most ``limit`` points: means of equal groups of steps, NaN only if a full group is NaN."""
         size = math.ceil(len(self.steps) / limit)
         if size <= 1:
             return self
         return Series(steps=_group_means(self.steps, size), values=_group_means(self.values, size))
 
     def smoothed(self) -> Series:
-        """Centred running mean over about a thirtieth of the run, narrower at both ends; skips what is not finite."""
+        """Return the centred running mean over about a thirtieth of the run, less at both ends, of finite values."""
         half = max(2, len(self.values) // 60)
-        # Differences of running sums: the mean costs the same for every width.
+        # Differences of running sums: the cost does not depend on the width.
         known = np.isfinite(self.values)
         sums = np.concatenate([[0.0], np.cumsum(np.where(known, self.values, 0.0))])
         counts = np.concatenate([[0], np.cumsum(known)])
         index = np.arange(len(self.values))
-        # As far to the right as to the left, so that the curve does not lag at either end.
+        # The same reach on both sides, so that the curve does not lag at either end.
         reach = np.minimum(half, np.minimum(index, len(index) - 1 - index))
         start, stop = index - reach, index + reach + 1
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -114,7 +114,7 @@ styled = matplotlib.rc_context(_STYLE)
 def loss_figure(
     train: Sequence[Any], validations: Sequence[Any], resumes: Sequence[int], wrong: Sequence[int] = ()
 ) -> str:
-    """Training loss raw and smoothed, validation points, the unigram entropy as a dashed line."""
+    """Draw training loss, raw and smoothed, validation points, and the unigram entropy as a dashed line."""
     figure, (axes,) = new_figure(1, height=3.7)
     loss = Series.of(train, "loss")
     if loss.drawable:
@@ -129,7 +129,7 @@ def loss_figure(
     if entropy.drawable:
         level = entropy.values[np.isfinite(entropy.values)][-1]
         axes.axhline(level, color=GREY, linestyle="--", linewidth=1.2, label="unigram entropy")
-    # At most 50 marks: a run that has diverged would be all red.
+    # At most 50 marks: a diverged run would be all red.
     broken = loss.steps[~np.isfinite(loss.values)]
     _mark_steps(axes, broken[:50], color=RED, linestyle="-", label="not finite")
     _mark_steps(axes, resumes, color=GREEN, linestyle=":", label="resumed")
@@ -144,7 +144,7 @@ def _token_axis(axes: Axes, train: Sequence[Any]) -> None:
     tokens = Series.of(train, "tokens")
     if len(tokens.steps) < 2 or not tokens.drawable:
         return
-    # Tokens a step differ by padding: interpolated between the records, and beyond them at their mean rate.
+    # Tokens per step vary with padding: interpolate between records, and extend beyond them at the mean rate.
     last, total = tokens.steps[-1], tokens.values[-1]
     steps = np.concatenate([[-last, 0.0], tokens.steps, [2 * last]])
     counts = np.concatenate([[-total, 0.0], tokens.values, [2 * total]])
@@ -158,7 +158,7 @@ def _token_axis(axes: Axes, train: Sequence[Any]) -> None:
 
 @styled
 def position_figure(first: Mapping[str, Any] | None, last: Mapping[str, Any]) -> str:
-    """Loss by position in the document, on a log axis: the last validation, and the first one (None: only one)."""
+    """Draw loss by position in the document, on a log axis, for the last validation and the first (None: only one)."""
     figure, (axes,) = new_figure(1, height=3.2)
     if first is not None:
         spots, losses = _position_points(first)
@@ -177,7 +177,7 @@ def position_figure(first: Mapping[str, Any] | None, last: Mapping[str, Any]) ->
 
 
 def _position_points(validation: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Middle of each bin on a log axis, positions counted from 1, and its loss; bins without targets are left out."""
+    """Return each bin's middle on a log axis, positions counted from 1, and its loss; skip bins without targets."""
     # From 1, because a log axis has no 0.
     bins = [spot for spot in validation["loss_by_position"] if spot.get("num_targets", 1) and spot["loss"] is not None]
     return [math.sqrt((spot["start"] + 1) * spot["stop"]) for spot in bins], [spot["loss"] for spot in bins]
@@ -185,7 +185,7 @@ def _position_points(validation: Mapping[str, Any]) -> tuple[list[float], list[f
 
 @styled
 def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
-    """Tokens a second with its median, where the time of a step goes, model TFLOP/s with the MFU if known, memory."""
+    """Draw tokens per second with their median, seconds per step and of waiting, model TFLOP/s with any MFU, memory."""
     figure, panels = new_figure(2, rows=2, height=5.4)
     left, right, below_left, below_right = panels
     speed = Series.of(train, "tokens_per_second")
@@ -206,7 +206,7 @@ def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
     right.set_title("Seconds a step")
     finish(right, "step", "seconds", None)
     _log_if_spiky(right, seconds)
-    # The legend lies above the curves.
+    # Leave room for the legend above the curves.
     bottom, top = right.get_ylim()
     if right.get_yscale() == "linear":
         right.set_ylim(bottom=0, top=1.3 * top)
@@ -225,13 +225,13 @@ def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
 
 
 def _draw_work(axes: Axes, train: Sequence[Any]) -> None:
-    """Model TFLOP/s of a device, with the MFU on the right if it is known."""
+    """Draw a device's model TFLOP/s, with the MFU on the right if it is known."""
     work, used = Series.of(train, "model_tflops"), Series.of(train, "mfu")
     thin_curve(axes, work, BLUE, None)
     axes.set_title("Model TFLOP/s of a device")
     finish(axes, "step", "TFLOP/s", None)
     axes.set_ylim(bottom=0)
-    # TFLOP/s and MFU differ by the device's peak rate alone: one curve, two axes.
+    # TFLOP/s and MFU differ only by the device's peak rate: one curve, two axes.
     if used.drawable and work.drawable and np.nanmean(used.values) > 0:
         peak = float(np.nanmean(work.values) / np.nanmean(used.values))
         functions: Any = (lambda y: y / peak, lambda y: y * peak)
@@ -240,11 +240,11 @@ def _draw_work(axes: Axes, train: Sequence[Any]) -> None:
         share.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
-# What the pictures share.
+# Shared by the pictures.
 
 
 def new_figure(columns: int, *, rows: int = 1, height: float) -> tuple[Figure, list[Axes]]:
-    """An empty figure ten inches wide and its panels, row by row."""
+    """Return an empty figure, ten inches wide, and its panels, row by row."""
     figure = Figure(figsize=(10, height), layout="constrained")
     FigureCanvasSVG(figure)
     figure.patch.set_alpha(0.0)
@@ -263,14 +263,14 @@ def thin_curve(axes: Axes, series: Series, colour: str, label: str | None) -> No
 
 
 def _dots(series: Series) -> str:
-    """A plain line, with a dot a point while there are too few to see one."""
+    """Return the style of a plain line, with dots if there are too few points to see it."""
     if len(series.steps) > 12:
         return "-"
     return ".-"
 
 
 def binary_number(value: float) -> str:
-    """Whole positions as people name context lengths: 512, 4K, 1M (K = 1024)."""
+    """Format integer positions like context lengths: 512, 4K, 1M (K = 1024)."""
     for size, unit in ((2**20, "M"), (2**10, "K")):
         if value >= size:
             return f"{value / size:g}{unit}"
@@ -281,11 +281,11 @@ def binary_number(value: float) -> str:
 
 
 def finish(axes: Axes, xlabel: str, ylabel: str, scale_by: Series | None) -> None:
-    """Label the axes, with whole steps below; ``scale_by`` decides whether the other one is logarithmic."""
+    """Label the axes, with integer steps below; ``scale_by`` decides if the other axis is logarithmic."""
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.margins(x=0.015)
-    # A run of one step would be drawn over a range of width zero.
+    # Widen the range of a run of one step, which would have zero width.
     low, high = axes.get_xlim()
     if high - low < 2:
         axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
@@ -296,7 +296,7 @@ def finish(axes: Axes, xlabel: str, ylabel: str, scale_by: Series | None) -> Non
 
 
 def _log_if_spiky(axes: Axes, series: Series) -> None:
-    """A log axis where one spike would flatten the rest of a linear one."""
+    """Use a log axis if one spike would flatten the rest on a linear one."""
     known = series.values[np.isfinite(series.values)]
     if len(known) and known.min() > 0 and known.max() > 20 * np.median(known):
         axes.set_yscale("log")
@@ -304,32 +304,32 @@ def _log_if_spiky(axes: Axes, series: Series) -> None:
 
 
 def _mark_steps(axes: Axes, steps: Sequence[float] | np.ndarray, *, color: str, linestyle: str, label: Any) -> None:
-    """Vertical lines at these steps, all of them under one name in the legend."""
+    """Draw vertical lines at these steps, with a single entry in the legend."""
     for step in steps:
         axes.axvline(step, color=color, linestyle=linestyle, linewidth=1.3, label=label)
         label = None
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an ``<svg>`` element that fills its container; ids carry ``name`` so that pictures never clash."""
+    """Return the figure as an ``<svg>`` element that fills its container; its ids start with ``name`` to be unique."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
-    # Inline SVG has no XML header, and the same numbers give the same bytes: no date, no version.
+    # Inline SVG has no XML header. Without date and version the same numbers give the same bytes.
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Without a size of its own it takes the width of the page; its viewBox keeps the proportions.
+    # Without a size it takes the width of the page; its viewBox keeps the proportions.
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    # matplotlib numbers the ids of each figure alike, and a page has one space of ids.
+    # matplotlib uses the same ids in each figure, but ids must be unique on a page.
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    # A function: in a template a name that begins with a digit would be read as part of the group's number.
+    # A function: in a template a name that begins with a digit would be parsed as part of the group's number.
     svg = re.sub(r'url\(#|href="#', lambda found: f"{found[0]}{name}-", svg)
     return svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")
 
 
 def standalone(svg: str) -> str:
-    """A picture of ``to_svg`` as a file of its own: dark on white, for there is no page whose colours it could take."""
+    """Return an SVG of ``to_svg`` as a separate file: dark on white, since there is no page to take colours from."""
     svg = svg.replace("currentColor", "#1c2128").replace("var(--grid)", "#e6e9ed")
-    # A viewer without a page shows what is behind it, which may be dark.
+    # A viewer without a page shows its own background, which may be dark.
     return re.sub(r"(<svg[^>]*?)>", r'\1 style="background: #fff">', svg, count=1)

@@ -1,4 +1,4 @@
-"""The head of a report: how far the run is, its key figures, and what to know before trusting its curves."""
+"""Head of a report: progress of the run, its key figures, and remarks to read before trusting its curves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACE_STEPS = 100
 
 
 def progress(run: Run) -> float | None:
-    """Share of the planned steps that is done, 0 to 1; None where the plan is not known."""
+    """Return the completed share of the planned steps, 0 to 1; None if the plan is unknown."""
     if not run.total_steps:
         return None
     if not run.train:
@@ -35,7 +35,7 @@ def progress(run: Run) -> float | None:
 
 
 def state(run: Run) -> str:
-    """``finished …``, ``at step N of M`` or ``no step yet``."""
+    """Return ``finished …``, ``at step N of M`` or ``no step yet``."""
     if not run.train:
         return "no step yet"
     last, total = run.train[-1]["step"], run.total_steps
@@ -51,11 +51,11 @@ def state(run: Run) -> str:
 
 
 def seconds_left(run: Run) -> float | None:
-    """Seconds until the last step at the pace of the latest steps, validations and checkpoints included."""
+    """Return seconds until the last step at the pace of the latest steps, validations and checkpoints included."""
     if run.total_steps is None or not run.train:
         return None
     latest = run.train[-_PACE_STEPS:]
-    # A resume stands still between two steps: only those since the newest one tell the pace.
+    # A resume pauses between two steps: only steps since the newest one show the pace.
     resumed = max(run.resumed_steps, default=0)
     latest = [record for record in latest if record["step"] > resumed]
     _, ends = _moments(latest)
@@ -66,7 +66,7 @@ def seconds_left(run: Run) -> float | None:
 
 
 def key_figures(run: Run) -> list[Figure]:
-    """The figures that a reader looks for first; a figure without data is left out."""
+    """Return the most important figures; those without data are left out."""
     return _loss_figures(run) + _speed_figures(run)
 
 
@@ -92,7 +92,7 @@ def _loss_figures(run: Run) -> list[Figure]:
         if last.get("bits_per_byte") is not None:
             note = "of text, the same measure for any tokenizer"
             found.append(Figure(label="Bits a byte", value=number(last["bits_per_byte"]), note=note))
-        # Only beside the entropy a loss says something: it is what a model without any context would reach.
+        # The entropy puts the loss in relation: a model without any context would reach it.
         if loss is not None and entropy is not None:
             note = "of predicting by frequency alone"
             found.append(Figure(label="Unigram entropy", value=number(entropy), note=note))
@@ -104,7 +104,7 @@ def _loss_figures(run: Run) -> list[Figure]:
 
 
 def _speed_figures(run: Run) -> list[Figure]:
-    """Tokens, speed, time and memory: medians, since the first steps of a process compile and warm up."""
+    """Return tokens, speed, time and memory; medians, since the first steps of a process compile and warm up."""
     found = []
     if run.train and run.train[-1].get("tokens") is not None:
         tokens = run.train[-1]["tokens"]
@@ -137,7 +137,7 @@ def _speed_figures(run: Run) -> list[Figure]:
 
 
 def _moments(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """When each record's work began and ended, in seconds since 1970; a record is written when its step is over."""
+    """Return the start and end of each record's work in seconds since 1970; a record is written after its step."""
     ends, starts = [], []
     for record in records:
         if "time" not in record:
@@ -149,13 +149,13 @@ def _moments(records: Sequence[Record]) -> tuple[list[float], list[float]]:
                 f"{METRICS_FILE}, step {record['step']}: time={record['time']!r} is no ISO time."
             ) from error
         ends.append(end)
-        # A validation has no duration of its own: it lies between two steps.
+        # A validation has no duration of its own: it takes place between two steps.
         starts.append(end - (record.get("step_seconds") or 0.0))
     return starts, ends
 
 
 def remarks(run: Run) -> list[str]:
-    """Remarks that a reader must know before trusting the curves."""
+    """Return remarks that a reader must know before trusting the curves."""
     found = audit_remarks(run.audits)
     empty = [r["step"] for r in run.train if r["loss"] is None]
     if empty:

@@ -1,4 +1,4 @@
-"""A self-contained page: its parts, the templates that they fill, and how it is written."""
+"""A self-contained page: its sections, the templates for them, and writing it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One part of the page: a picture or a table with a caption, or a caption that says why there is none."""
+    """One section of the page: a picture or a table with a caption, or only a caption explaining their absence."""
 
     title: str
     caption: str
@@ -66,7 +66,7 @@ def render_page(
 
 
 def fill_template(template: str, /, **values: Any) -> str:
-    """Return a template of ours, by its file's name, with these values."""
+    """Fill one of our templates, named by its file, with these values."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         # Names and texts come from the user; only our own SVG is Markup.
@@ -80,7 +80,7 @@ def fill_template(template: str, /, **values: Any) -> str:
 
 
 def write_page(make: Callable[[], str], path: Path, name: str) -> Path:
-    """Write a page and return its path; in a folder it gets this name."""
+    """Write a page and return its path; if ``path`` is a folder, the page gets this name in it."""
     if path.is_dir():
         path = path / name
     path.parent.mkdir(parents=True, exist_ok=True)

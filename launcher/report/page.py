@@ -1,7 +1,7 @@
 """Write a run folder as one self-contained ``report.html``, to read, keep or send.
 
-No server, no network, no script: the pictures are inline SVG. Everything shown comes from the run folder's files, so a
-report can be made at any time, also while the run goes on.
+No server, no network, no script: the pictures are inline SVG. All content comes from the run folder's files, so a
+report can be made at any time, even while the run goes on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_SAMPLES = 6
 def write_report(run_folder: Path | str, output: Path | str | None = None) -> Path:
     """Write the report of a run folder and return its path (``report.html`` in the folder unless ``output`` is given).
 
-    DataError when the folder is no run folder or a file of it is damaged. An older report is replaced in one step.
+    Raise DataError if it is not a run folder or one of its files is damaged. An older report is replaced atomically.
     """
     folder = Path(run_folder)
     run = load_run(folder)
@@ -42,7 +42,7 @@ def write_report(run_folder: Path | str, output: Path | str | None = None) -> Pa
 
 
 def render(run: Run) -> str:
-    """The page of a run, as text."""
+    """Return the page of a run as text."""
     return render_page(
         run.name,
         state(run),
@@ -54,11 +54,11 @@ def render(run: Run) -> str:
     )
 
 
-# The parts of the page.
+# The sections of the page.
 
 
 def sections(run: Run) -> list[Section]:
-    """Every part in the order shown; a part without data says so."""
+    """Return all sections in the order shown; a section without data says so."""
     parts = audit_sections(run.audits)
     parts += [_loss_section(run), *_validation_sections(run), _position_section(run), _speed_section(run)]
     parts += goodput_section(run.goodput) + _expert_sections(run)
@@ -82,7 +82,7 @@ def _loss_section(run: Run) -> Section:
 
 
 def _validation_sections(run: Run) -> list[Section]:
-    """A table of validations, and the sample texts that they wrote."""
+    """Return a table of validations, and their sample texts."""
     parts = []
     if run.validations:
         rows = [_validation_row(record, run) for record in spread(run.validations, MAX_VALIDATIONS)]
@@ -102,7 +102,7 @@ def _validation_sections(run: Run) -> list[Section]:
 
 
 def _validation_row(record: Record, run: Run) -> tuple[str, ...]:
-    """One validation: what is not known is a dash."""
+    """Return the row of one validation; unknown values are dashes."""
     loss, entropy, tokens = record["loss"], record.get("unigram_entropy"), run.tokens_at(record["step"])
     cells = ["–", "–", "–"]
     if tokens is not None:
@@ -115,7 +115,7 @@ def _validation_row(record: Record, run: Run) -> tuple[str, ...]:
 
 
 def spread(records: Sequence[Record], most: int) -> list[Record]:
-    """At most so many records: the first, the last, and others evenly between them."""
+    """Return at most ``most`` records: the first, the last, and others evenly spaced between them."""
     if len(records) <= most:
         return list(records)
     return [records[round(index * (len(records) - 1) / (most - 1))] for index in range(most)]
@@ -153,7 +153,7 @@ def _speed_section(run: Run) -> Section:
 
 
 def goodput_section(goodput: Goodput) -> list[Section]:
-    """Return a table of seconds by kind; nothing for a run without a timeline."""
+    """Return a table of seconds by kind; none for a run without a timeline."""
     seconds = goodput.seconds()
     share = effective_share(seconds)
     if share is None:
@@ -178,7 +178,7 @@ def goodput_section(goodput: Goodput) -> list[Section]:
 
 
 def _expert_sections(run: Run) -> list[Section]:
-    """Load over time, load by layer, and the router's figures where they were logged."""
+    """Return load over time, load by layer, and the router's figures if they were logged."""
     routed = experts.routed_records(run.train)
     if not run.train:
         return [Section(title="Expert load", caption="No step has been logged yet.")]
@@ -215,7 +215,7 @@ def _expert_sections(run: Run) -> list[Section]:
 
 
 def dead_caption(dead: Sequence[str]) -> str:
-    """The caption about experts that got no token for long."""
+    """Return the caption about experts that got no token for a long time."""
     if not dead:
         return f"No expert was without a token for {DEAD_AFTER_STEPS} steps in a row."
     return f"Without a token for {DEAD_AFTER_STEPS} steps or more: {first_names(dead, most=20)}."

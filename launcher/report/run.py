@@ -18,7 +18,7 @@ from longctx.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run folder's files say, read once."""
+    """Contents of a run folder's files, read once."""
 
     name: str
     records: list[Record]
@@ -36,16 +36,16 @@ class Run:
 
     @cached_property
     def train(self) -> list[Record]:
-        """The steps."""
+        """Records of the steps."""
         return self.of_kind("train")
 
     @cached_property
     def validations(self) -> list[Record]:
-        """The validations."""
+        """Records of the validations."""
         return self.of_kind("validation")
 
     def of_kind(self, kind: str) -> list[Record]:
-        """The records of one kind, by step."""
+        """Return the records of one kind, by step."""
         return sorted((record for record in self.records if record["kind"] == kind), key=lambda record: record["step"])
 
     @property
@@ -53,7 +53,7 @@ class Run:
         return sorted({record["step"] for record in self.of_kind("event") if record["event"] == "resume"})
 
     def tokens_at(self, step: int) -> int | None:
-        """Tokens read by the end of this step; None where no record says so."""
+        """Return the tokens read by the end of this step; None if unknown."""
         if step == 0:
             return 0
         return self._tokens_by_step.get(step)
@@ -66,14 +66,14 @@ class Run:
     def total_steps(self) -> int | None:
         """``train.steps`` of the resolved config."""
         steps = self.config.get("train", {}).get("steps")
-        # The file may have been edited by hand; a report of it is still worth having.
+        # The file may have been edited by hand; a report of it is still useful.
         if not isinstance(steps, int):
             return None
         return steps
 
 
 def load_run(folder: Path) -> Run:
-    """Read a run folder's files; DataError names what is missing."""
+    """Read a run folder's files; raise DataError naming those that are missing."""
     missing = [name for name in (CONFIG_FILE, METRICS_FILE) if not (folder / name).is_file()]
     if missing:
         what = f"holds no {' and no '.join(missing)}"

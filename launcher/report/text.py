@@ -10,7 +10,7 @@ from launcher.metrics.record import Record
 
 
 def duration(seconds: float) -> str:
-    """Two units at most: ``42 s``, ``3 min 20 s``, ``5 h 12 min``, ``2 d 4 h``."""
+    """Format a duration with two units at most: ``42 s``, ``3 min 20 s``, ``5 h 12 min``, ``2 d 4 h``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -21,21 +21,21 @@ def duration(seconds: float) -> str:
 
 
 def perplexity(loss: float) -> str:
-    """e to the loss, three or four digits; ``inf`` beyond what a float holds."""
+    """Format e to the loss with four digits; ``inf`` beyond the range of a float."""
     if loss > 700:
         return "inf"
     return f"{math.exp(loss):.4g}"
 
 
 def number(value: float | None) -> str:
-    """Four decimals; a dash for what is not known."""
+    """Format four decimals; a dash if the value is unknown."""
     if value is None:
         return "–"
     return f"{value:.4f}"
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of the finite values; None without any."""
+    """Return the mean of the finite values; None if there are none."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
@@ -43,6 +43,6 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def known(records: Sequence[Record], key: str) -> list[float]:
-    """The finite values of a key: one broken step must not hide the figures of the others."""
+    """Return the finite values of a key, so that one broken step does not hide the figures of the others."""
     values = (record.get(key) for record in records)
     return [value for value in values if value is not None and math.isfinite(value)]

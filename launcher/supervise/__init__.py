@@ -1,1 +1,1 @@
-"""``longctx run``: start a training command, and start it again from its newest good checkpoint when it fails."""
+"""``longctx run``: start a training command, and restart it from its newest good checkpoint when it fails."""

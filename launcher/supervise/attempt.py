@@ -1,4 +1,4 @@
-"""One attempt: the command in a session of its own, signals handed on to it, and nobody of it left behind."""
+"""One attempt: run the command in its own session, forward signals to it, and leave none of its processes behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAVE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended."""
+    """End of an attempt."""
 
     code: int
     """The command's exit code; 128 and the signal's number where one ended it."""
@@ -36,7 +36,7 @@ class Ending:
 
 
 class Stop:
-    """What a user, or a scheduler, asked for: a signal that ends the attempt under way, and comes before any other."""
+    """Stop request of a user or a scheduler: the first signal, which ends the running attempt."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -45,7 +45,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While this lasts, signals are handed on to the attempt under way."""
+        """Forward signals to the running attempt while this context is active."""
         before = {number: signal.signal(number, self._hear) for number in HANDED_ON}
         try:
             yield
@@ -55,10 +55,10 @@ class Stop:
 
     @contextmanager
     def meaning(self, session: int) -> Iterator[None]:
-        """While this lasts, they go to the processes of this session."""
+        """Forward signals to the processes of this session while this context is active."""
         self._session = session
         if self.signal is not None:
-            # It came before there was anybody to hand it on to.
+            # The signal came before there was an attempt to forward it to.
             self._hand_on(self.signal)
         try:
             yield
@@ -66,7 +66,7 @@ class Stop:
             self._session = 0
 
     def wait(self, seconds: float) -> bool:
-        """Sleep; whether one came before or meanwhile, which ends it."""
+        """Sleep for ``seconds`` or until a signal comes; return True if one came before or meanwhile."""
         end = time.monotonic() + seconds
         while self.signal is None and time.monotonic() < end:
             time.sleep(min(_POLL_SECONDS, max(end - time.monotonic(), 0.0)))
@@ -74,7 +74,7 @@ class Stop:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            # Asked twice: whoever asks does not want to wait.
+            # A second request: the user does not want to wait.
             number = signal.SIGKILL
         else:
             self.signal = signal.Signals(number)
@@ -83,8 +83,8 @@ class Stop:
 
     def _hand_on(self, number: int) -> None:
         members = _members(self._session)
-        # To the ranks alone where they are here: they save, and their launchers end when they do. A launcher that gets
-        # Ctrl-C too shows where it was, and one that gets SIGTERM kills its ranks half a minute later.
+        # Only to the ranks, if they run here: they save, and their launchers end when they do. A launcher that gets
+        # Ctrl-C as well prints a traceback, and one that gets SIGTERM kills its ranks half a minute later.
         if number != signal.SIGKILL:
             members = _ranks(members) or members
         for process in members:
@@ -92,10 +92,10 @@ class Stop:
 
 
 def attempt(words: Sequence[str], stop: Stop) -> Ending:
-    """Run a command to its end, its output where ours goes. LongCtxError where it cannot be started."""
+    """Run a command to its end, with output to our own streams. Raise LongCtxError if it cannot be started."""
     began = time.monotonic()
     try:
-        # A session of its own: a terminal's Ctrl-C comes to us alone, and all that it starts can be found again.
+        # Its own session: a terminal's Ctrl-C reaches only this process, and all descendants can be found again.
         process = subprocess.Popen(list(words), start_new_session=True)
     except OSError as error:
         raise LongCtxError(f"{words[0]} cannot be started: {error.strerror}.\nIs the environment active?") from error
@@ -108,7 +108,7 @@ def attempt(words: Sequence[str], stop: Stop) -> Ending:
 
 
 def _members(session: int) -> list[psutil.Process]:
-    """The processes of a session that still run, its first one among them."""
+    """Return the running processes of a session, including its first one."""
     found = []
     for number in psutil.pids():
         try:
@@ -116,14 +116,14 @@ def _members(session: int) -> list[psutil.Process]:
             if os.getsid(number) == session and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (ProcessLookupError, PermissionError, psutil.Error):
-            # It has ended meanwhile, or is nobody of ours.
+            # It has ended meanwhile, or is not ours.
             continue
     return found
 
 
 def _ranks(members: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those among them that a launcher has given a rank; none where that cannot be told."""
-    # All that is started by a rank has one, also this process where that is what started it.
+    """Return the processes to which a launcher has given a rank; none if that cannot be determined."""
+    # Descendants of a rank inherit the variable, and so does this process if a rank started it.
     if _RANK in os.environ:
         return []
     parents: dict[int, int] = {}
@@ -136,12 +136,12 @@ def _ranks(members: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 def _end_all(session: int) -> int:
-    """End what is left of a session: launchers that were killed leave their ranks. Returns how many there were."""
+    """End the remaining processes of a session, since killed launchers leave their ranks. Return their number."""
     left = _members(session)
     for process in left:
         _send(process, signal.SIGTERM)
     _, alive = psutil.wait_procs(left, timeout=_LEAVE_SECONDS)
-    # Those that they started meanwhile, too.
+    # Also processes that these started meanwhile.
     for process in {*alive, *_members(session)}:
         _send(process, signal.SIGKILL)
     return len(left)

@@ -1,4 +1,4 @@
-"""The training command that is supervised: what it starts, what run it is, and the same line for another attempt."""
+"""The supervised training command: its script, its run, and the same command line for another attempt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEEPSPEED, _NO_LOCAL_RANK = "deepspeed", "--no_local_rank"
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """A line that starts ``launcher/pretrain.py``, by whatever launcher."""
+    """A command line that starts ``launcher/pretrain.py`` by any launcher."""
 
     starter: tuple[str, ...]
     """Everything up to the script, with it."""
@@ -27,9 +27,9 @@ class TrainingCommand:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> TrainingCommand:
-        """ConfigError where these words start no ``launcher/pretrain.py``, whose checkpoints alone are known."""
+        """Parse a command; raise ConfigError unless it starts ``launcher/pretrain.py``, the only supported script."""
         for number, word in enumerate(words):
-            # The last two parts of the path: it may be started from any folder.
+            # Compare the last two parts of the path, since it may be started from any folder.
             if PurePath(word).parts[-2:] == PurePath(SCRIPT).parts:
                 return cls(tuple(words[: number + 1]), tuple(words[number + 1 :]))
         problem = "needs the command that it is to start, behind --."
@@ -42,14 +42,14 @@ class TrainingCommand:
 
     @property
     def words(self) -> list[str]:
-        """The whole line."""
+        """The full command line."""
         return [*self.starter, *self.arguments]
 
     @property
     def started(self) -> list[str]:
-        """The line as it is started: where a rank fails, DeepSpeed's launcher shows its last rank's arguments.
+        """Command line to start: if a rank fails, DeepSpeed's launcher shows its last rank's arguments.
 
-        Without ``--local_rank`` among them, which our script does not read, they are those of any rank.
+        Without ``--local_rank``, which our script does not read, those arguments are the same for all ranks.
         """
         if PurePath(self.starter[0]).name != _DEEPSPEED or _NO_LOCAL_RANK in self.starter:
             return self.words
@@ -57,26 +57,26 @@ class TrainingCommand:
 
     @property
     def resume(self) -> str | None:
-        """The value of ``--run.resume``; None where the line has none."""
+        """Value of ``--run.resume``; None if it is not given."""
         return take_flag(list(self.arguments), "--run.resume")[1]
 
     @property
     def hostfile(self) -> Path | None:
-        """The hostfile of a line that starts with ``deepspeed``; None where that picks hosts from it by a filter."""
+        """Hostfile of a line that starts with ``deepspeed``; None if it selects hosts from it by a filter."""
         if any(word.partition("=")[0] in FILTERS for word in self.starter):
             return None
         value = flag_value(self.starter, _HOSTFILE)
         return None if value is None else Path(value)
 
     def resuming(self, resume: str | None) -> TrainingCommand:
-        """The same with another ``--run.resume``, or without one."""
+        """Return the command with another ``--run.resume``, or without it."""
         arguments, _ = take_flag(list(self.arguments), "--run.resume")
         if resume is not None:
             arguments += ["--run.resume", resume]
         return replace(self, arguments=tuple(arguments))
 
     def on_hosts(self, hostfile: Path) -> TrainingCommand:
-        """The same on the hosts of another file."""
+        """Return the command on the hosts of another file."""
         starter: list[str] = []
         words = iter(self.starter)
         for word in words:
@@ -84,12 +84,12 @@ class TrainingCommand:
             if flag not in _HOSTFILE:
                 starter.append(word)
                 continue
-            # The file is a word of its own, or a part of the flag's.
+            # The file is a separate word, or part of the flag's word.
             if not equals:
                 next(words, None)
             starter += ["--hostfile", str(hostfile)]
         return replace(self, starter=tuple(starter))
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the command as it is typed."""
         return shlex.join(self.words)

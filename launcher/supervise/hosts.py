@@ -1,4 +1,4 @@
-"""The hosts of a run that still answer, and a run on them alone."""
+"""Hosts of a run that still answer, and a run on these hosts only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANSWER_SECONDS = 3 * CONNECT_SECONDS
 
 
 def silent_hosts(slots: Mapping[str, int]) -> list[str]:
-    """Those that do not answer over ssh without a password; none of a file with one host, which needs no ssh."""
+    """Return hosts that do not answer over ssh without a password; none for a single host, which needs no ssh."""
     hosts = list(slots)
     if len(hosts) == 1:
         return []
@@ -30,15 +30,15 @@ def silent_hosts(slots: Mapping[str, int]) -> list[str]:
 
 
 def suspected_ranks(record: Mapping[str, Any]) -> list[int]:
-    """The ranks that an audit's event names with certainty; none of a finding that leaves it open."""
+    """Return the ranks that an audit's event identifies with certainty."""
     named = [finding["ranks"][0] for finding in record["findings"] if len(finding["ranks"]) == 1]
     return sorted(set(named))
 
 
 def hosts_of(ranks: Sequence[int], slots: Mapping[str, int], world_size: int) -> list[str]:
-    """The hosts of these ranks by a hostfile's ``slots``; of a run without one, or on other hosts, "this machine".
+    """Return the hosts of these ranks by a hostfile's ``slots``; "this machine" if ``slots`` are not this run's.
 
-    Ranks are counted through the hosts, slot by slot.
+    Ranks are numbered through the hosts, slot by slot.
     """
     if ranks and sum(slots.values()) != world_size:
         return ["this machine"]
@@ -49,20 +49,20 @@ def hosts_of(ranks: Sequence[int], slots: Mapping[str, int], world_size: int) ->
 def trusted_hosts(
     slots: Mapping[str, int], suspects: Sequence[str], config: RunConfig
 ) -> tuple[dict[str, int], list[str]]:
-    """The hosts without those that computed a wrong number, and these; all where the others make no valid run."""
+    """Return the hosts without suspects, and the excluded suspects; all hosts if the others make no valid run."""
     left_out = [host for host in slots if host in suspects]
     trusted = {host: count for host, count in slots.items() if host not in left_out}
-    # Better a host that was wrong once than no run: an audit will say so again.
+    # A host that was wrong once is better than no run: an audit will report it again.
     if not largest_valid(trusted, config):
         return dict(slots), []
     return trusted, left_out
 
 
 def largest_valid(slots: Mapping[str, int], config: RunConfig) -> dict[str, int]:
-    """The first of these hosts, as many as the run's degrees and its tokens a step allow; none where no number does."""
+    """Return the first hosts, as many as the run's degrees and tokens per step allow; none if no number does."""
     hosts = list(slots.items())
     for count in range(len(hosts), 0, -1):
-        # In their order: rank 0, which writes the run's files, stays on the first one.
+        # In order: rank 0, which writes the run's files, stays on the first host.
         chosen = dict(hosts[:count])
         try:
             check_run(config, sum(chosen.values()))
@@ -73,7 +73,7 @@ def largest_valid(slots: Mapping[str, int], config: RunConfig) -> dict[str, int]
 
 
 def write_hostfile(path: Path, slots: Mapping[str, int]) -> None:
-    """Write a hostfile, whole or not at all."""
+    """Write a hostfile atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(f"{host} slots={count}\n" for host, count in slots.items()).encode())
 

@@ -1,4 +1,4 @@
-"""How far a run has come, by what it left in its folder."""
+"""Progress of a run, judged by its folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _TAIL_BYTES = 1 << 18
 
 
 def last_step(folder: Path) -> int | None:
-    """The step of the last training record; None where there is none yet."""
+    """Return the step of the last training record; None if there is none yet."""
     return next((record["step"] for record in _newest_first(folder) if record.get("kind") == "train"), None)
 
 
 def last_event(folder: Path) -> Record | None:
-    """The stop that was asked for, or the wrong number, if that is the last thing that the run has recorded."""
+    """Return the run's last record if it is a requested stop or a wrong number; otherwise None."""
     newest = next(_newest_first(folder), None)
     if newest is None or newest.get("event") not in (STOP_EVENT, AUDIT_EVENT):
         return None
@@ -26,7 +26,7 @@ def last_event(folder: Path) -> Record | None:
 
 
 def _newest_first(folder: Path) -> Iterator[Record]:
-    """The last records, from the end; nothing where there is no file yet."""
+    """Yield the last records, newest first; none if there is no file yet."""
     try:
         with (folder / METRICS_FILE).open("rb") as file:
             size = file.seek(0, 2)
@@ -38,18 +38,18 @@ def _newest_first(folder: Path) -> Iterator[Record]:
         try:
             yield decode(line)
         except ValueError:
-            # A run that was killed leaves half a line, and the tail may begin with one.
+            # A killed run leaves half a line, and the tail may begin with half a line.
             continue
 
 
 def newest_checkpoint(folder: Path) -> int | None:
-    """The step of the newest committed checkpoint; None where there is nothing to go on from."""
+    """Return the step of the newest committed checkpoint; None if there is none."""
     steps = [int(path.name.removeprefix("step_")) for path in list_checkpoints(folder)]
     return max(steps, default=None)
 
 
 def begin_anew(folder: Path) -> None:
-    """Set a run without any checkpoint aside: its metrics move to ``metrics.discarded.jsonl``."""
+    """Discard the steps of a run without any checkpoint: its metrics move to ``metrics.discarded.jsonl``."""
     if (folder / METRICS_FILE).exists():
         truncate_after(folder, -1)
         (folder / METRICS_FILE).unlink()

@@ -1,4 +1,4 @@
-"""Attempt after attempt, until the run is done, hopeless, stopped, or out of retries."""
+"""Repeated attempts, until the run is done, hopeless, stopped, or out of retries."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Supervised:
 
     @classmethod
     def of(cls, command: TrainingCommand, patience: Patience, tell: Callable[[str], None]) -> Supervised:
-        """ConfigError if the command's settings make no run."""
+        """Build from a command; raise ConfigError if its settings are not those of a valid run."""
         config = load_run_config(list(command.arguments))
         return cls(command, config, Judge(patience, config.last_step, config.checkpoint.every_steps > 0), tell)
 
@@ -60,7 +60,7 @@ class Supervised:
         return Path(self.config.run.output_dir)
 
     def run(self) -> int:
-        """Start the command until it is done; the exit code of the last attempt."""
+        """Start the command until it is done; return the exit code of the last attempt."""
         stop, judge = Stop(), self.judge
         with stop.listening():
             while True:
@@ -72,7 +72,7 @@ class Supervised:
                 if ending.left_behind:
                     self.tell(f"longctx run: ended {ending.left_behind} processes that the launcher had left behind.")
                 if stop.signal is not None:
-                    # Whoever asked for it knows why it ended.
+                    # The user asked for the end, and needs no explanation.
                     return ending.code
                 verdict = judge.verdict(ending, self._state(earlier, line))
                 if verdict is None:
@@ -87,7 +87,7 @@ class Supervised:
                     return INTERRUPTED
 
     def _state(self, earlier: Record | None, line: TrainingCommand) -> State:
-        """What the folder says; ``earlier`` is the last event that it spoke of before the attempt."""
+        """Read the folder's state; ``earlier`` is its last event before the attempt."""
         event, reason, wrong = last_event(self.folder), None, []
         if event is not None and event != earlier and event["event"] == STOP_EVENT:
             reason = event["reason"]
@@ -103,15 +103,15 @@ class Supervised:
         return newest_checkpoint(self.folder)
 
     def _line(self, stop: Stop) -> TrainingCommand | None:
-        """The command of the next attempt; None where it was stopped while it waited for hosts."""
+        """Return the command of the next attempt; None if stopped while waiting for hosts."""
         line, is_first = self.command, not self.judge.attempts
         if is_first:
-            # The same line begins a run and goes on with it, as a scheduler wants it that starts a job again.
+            # The same command line begins and resumes a run, so that a scheduler can start the job again.
             begun = self._saved is not None or last_step(self.folder) is not None
             if self.config.run.resume in ("latest", "newest-good") and not begun and not self._is_in_store():
                 line = begun_anew(line, self.config)
             return line
-        # "auto" does all of this by itself. A checkpoint of another run stays until there is one of this run.
+        # "auto" handles all of this itself. A checkpoint of another run stays until this run has one.
         if self.config.run.resume != AUTO and (self._saved is not None or self._is_in_store()):
             line = line.resuming("newest-good")
         elif self.config.run.resume in ("no", "latest", "newest-good"):
@@ -125,7 +125,7 @@ class Supervised:
         return has_checkpoint(self.config.checkpoint.store, self.tell)
 
     def _on_answering(self, line: TrainingCommand, slots: dict[str, int], stop: Stop) -> TrainingCommand | None:
-        """The same on the hosts that answer; waits where these are too few."""
+        """Return the command on the hosts that answer; wait if they are too few."""
         slots, suspects = trusted_hosts(slots, self.judge.suspects, self.config)
         questions = 0
         while (silent := silent_hosts(slots)) or suspects:
@@ -153,7 +153,7 @@ class Supervised:
         return line
 
     def _announce(self, ending: Ending, seconds: float) -> None:
-        """Say what ended and what comes next."""
+        """Report the end of the attempt and the next action."""
         what = "There is no checkpoint yet: beginning anew"
         if self._saved is not None or self._is_in_store():
             what = "Going on from the newest good checkpoint"
@@ -164,14 +164,14 @@ class Supervised:
         )
 
     def _advice(self) -> str:
-        """Where to look, and what to type once what is wrong is mended."""
+        """Return the location of the logs, and the command to go on with after fixing the problem."""
         advice = f"What it said is above and in {self.folder / 'logs'}."
         if self._saved is not None:
             advice += f"\nGo on with: {self.command.resuming('newest-good')}"
         return advice
 
     def _record(self, ending: Ending, verdict: str) -> None:
-        """Add a line to the run's folder, where there is one."""
+        """Add a line to the run's folder, if it exists."""
         if not self.folder.is_dir():
             return
         values: dict[str, Any] = {
@@ -187,23 +187,23 @@ class Supervised:
             with (self.folder / RESTARTS_FILE).open("a") as file:
                 file.write(json.dumps(values) + "\n")
         except OSError as error:
-            # A full disk may be why the attempt failed; the next one will say so.
+            # A full disk may be the reason why the attempt failed; the next attempt will report it.
             log.warning("%s cannot be written: %s", self.folder / RESTARTS_FILE, error)
 
 
 def begun_anew(line: TrainingCommand, config: RunConfig) -> TrainingCommand:
-    """The line of a run that begins, whatever it or its file says of a checkpoint."""
-    # Without the flag the file counts.
+    """Return the command line for a new run, ignoring any checkpoint that the line or its file names."""
+    # Without the flag, the file's setting applies.
     if line.resume is None and config.run.resume != "no":
         return line.resuming("no")
     return line.resuming(None)
 
 
 def has_checkpoint(store: str, tell: Callable[[str], None]) -> bool:
-    """Whether a run's store has a checkpoint: the folder may lie on a disk that is gone. False for ""."""
+    """Return True if the run's store has a checkpoint: the folder's disk may be lost. False for ""."""
     try:
         return bool(store) and bool(store_at(store).committed())
     except DataError as error:
-        # The start will say so too, and refuse to begin anew beside a store that it cannot ask.
+        # The next start will report it too, and refuse to begin a new run with a store that cannot be read.
         tell(f"longctx run: checkpoint.store: {error}")
         return False

@@ -1,4 +1,4 @@
-"""What the end of an attempt means: the run is done, it is worth another attempt, or nothing would be won by one."""
+"""Verdict on an attempt's end: the run is done, another attempt is worthwhile, or it would not help."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_WAIT_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """When to try again."""
+    """Limits on further attempts."""
 
     retries: int
     """Attempts after the first one."""
@@ -27,13 +27,13 @@ class Patience:
     """Before the first of them; twice as long before each further one, up to five minutes, until the run advances."""
 
     def wait(self, failures: int) -> float:
-        """Seconds to wait after so many failures in a row without an advance."""
+        """Return the seconds to wait after this many consecutive failures without progress."""
         return min(self.wait_seconds * 2 ** (failures - 1), max(_MOST_WAIT_SECONDS, self.wait_seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What the run's folder says once an attempt has ended."""
+    """State of the run's folder after an attempt has ended."""
 
     step: int | None
     """The last one that was recorded; None where there is none yet."""
@@ -47,7 +47,7 @@ class State:
 
 @dataclass
 class Judge:
-    """Judges one attempt after the other."""
+    """Judge of consecutive attempts."""
 
     patience: Patience
     last_step: int
@@ -63,21 +63,21 @@ class Judge:
     """Hosts that computed a wrong number in an attempt."""
 
     def verdict(self, ending: Ending, state: State) -> str | None:
-        """None where the run is done, ``AGAIN``, or in words why it ends here."""
+        """Return None if the run is done, ``AGAIN``, or the reason in words why it ends here."""
         self.attempts += 1
         if ending.code == DONE and self._is_done(ending, state):
             return None
         is_the_same = self.failures > 0 and state.step == self.reached
         self.reached = state.step
         if not is_the_same:
-            # It advanced, or came less far: either way it was not this step that ended it before.
+            # It got further than before, or less far: either way this step is not the one that failed before.
             self.failures = 0
         self.failures += 1
         if ending.code == WRONG_USAGE:
             return "exit code 2 is a mistake in the command or its settings: to start it again would not help."
         if ending.code == INTERRUPTED:
             return "somebody interrupted the training (exit code 130): it is not started again."
-        # A launcher that went away was nobody's wish, though its ranks have saved before they ended.
+        # A lost launcher is not a requested stop, though its ranks saved before they ended.
         if state.stopped is not None and state.stopped != LAUNCHER:
             return f"the training was asked to stop, and has saved {self.where()}: it is not started again."
         if ending.code in _SIGNALS:
@@ -86,7 +86,7 @@ class Judge:
         if twice:
             return f"{' and '.join(twice)} computed wrong numbers in two attempts: that machine is not to be trusted."
         self.suspects += state.wrong
-        # All steps are taken: another attempt does nothing but send.
+        # All steps are done: another attempt only uploads.
         if ending.code == NOT_IN_STORE and self.attempts <= self.patience.retries:
             return AGAIN
         if ending.code == NOT_IN_STORE:
@@ -101,14 +101,14 @@ class Judge:
         return AGAIN
 
     def where(self) -> str:
-        """How far the last attempt came, in words."""
+        """Describe the progress of the last attempt in words."""
         if self.reached is None:
             return "before its first step"
         return f"behind step {self.reached} of {self.last_step}"
 
     def _is_done(self, ending: Ending, state: State) -> bool:
-        """Whether exit code 0 means what it says: DeepSpeed's runner says so of a launcher that was killed, too."""
+        """Return True if exit code 0 is genuine: DeepSpeed's runner also returns 0 for a killed launcher."""
         if state.step is None or state.step < self.last_step:
             return False
-        # Ranks that were still there may have been about to write the last checkpoint.
+        # Ranks left behind may have been about to write the last checkpoint.
         return not ending.left_behind or not self.saves or state.saved == self.last_step

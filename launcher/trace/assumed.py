@@ -1,4 +1,4 @@
-"""What stands for a traced rank's peers: groups that carry nothing, and an even choice of experts."""
+"""Stand-ins for a traced rank's peers: groups that send nothing, and experts chosen evenly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel.mesh import Mesh
 
 
 def join_world(rank: int, world: World) -> None:
-    """Make this process one of the world's ranks. Every group is one that sends nothing."""
+    """Make this process one of the world's ranks. All of its groups are fake and send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world.ranks)
@@ -29,14 +29,14 @@ def join_world(rank: int, world: World) -> None:
     def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
         return real(ranks, backend="fake")
 
-    # This process serves nothing but the trace, and nobody answers on a real group.
+    # This process only traces, and real groups would have no peers.
     dist.new_group = new_group
-    # Asked of the world group, which has none.
+    # The world group is asked for its timeout, but a fake one has none.
     groups.world_timeout = timedelta
 
 
 class EvenRouting(AllToAllDispatcher):
-    """Experts across ranks, where every expert is chosen equally often by the tokens of every rank."""
+    """Dispatcher across ranks that assumes each expert is chosen equally often by the tokens of every rank."""
 
     def __init__(self, mesh: Mesh, config: ModelConfig, waits: HostWaits) -> None:
         super().__init__(mesh, config.num_experts)
@@ -44,12 +44,12 @@ class EvenRouting(AllToAllDispatcher):
         self._waits = waits
 
     def read_sizes(self, counts_2tp2: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
-        """The sizes of an even routing. In a run the host waits here: messages have no size before."""
+        """Return the sizes of even routing. In a run the host waits here, since message sizes are unknown before."""
         self._waits.add("aten::_local_scalar_dense", "the sizes of messages to experts: the host must know them")
         return [self.even_sizes(tile.stop - tile.start) for tile in tiles]
 
     def even_sizes(self, num_tokens: int) -> DispatchSizes:
-        """The sizes of a tile of so many tokens on every rank."""
+        """Return the sizes for a tile of ``num_tokens`` tokens on every rank."""
         ranks, here, k = self.mesh.expert, self.experts_per_rank, self._chosen
         # A token is sent once to each rank that has any of its experts.
         absent = comb(ranks * here - here, k) / comb(ranks * here, k)

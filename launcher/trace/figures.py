@@ -1,4 +1,4 @@
-"""What a trace says of a rank: plain values, which become JSON."""
+"""Results of a rank's trace: plain values, which become JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HostWait:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkBytes:
-    """What a rank sends and receives over one kind of link in a step."""
+    """Traffic of a rank over one kind of link in a step."""
 
     what: str
     link: str
@@ -53,12 +53,12 @@ class RankTrace:
     most_called: list[tuple[str, int]]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         values = dataclasses.asdict(self)
         values["bytes"] |= {"held": self.bytes.held, "peak": self.bytes.peak}
         return values
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankTrace:
-        """The inverse of ``to_json``."""
+        """Build from the values of ``to_json``."""
         return TypeAdapter(cls).validate_python(values)

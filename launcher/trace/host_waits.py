@@ -1,7 +1,7 @@
-"""``HostWaits``: where a step makes the host wait for the device, named by file and line.
+"""``HostWaits``: places in a step at which the host waits for the device, by file and line.
 
-A launch takes microseconds and a kernel milliseconds: the host runs ahead, unless it asks for a value. Then the device
-idles while the host catches up.
+A launch takes microseconds and a kernel milliseconds: the host runs ahead, unless it asks for a value. Then the
+device idles while the host catches up.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_
 
 
 class HostWaits:
-    """Collects waits, and copies from the host that are none."""
+    """Collector of host waits, and of copies from the host without a wait."""
 
     def __init__(self, pinned: LiveBytes | None = None) -> None:
-        """``pinned`` knows the host memory that a copy needs no wait to reach."""
+        """Collect waits; ``pinned`` tracks host memory that copies reach without a wait."""
         self._pinned = pinned
         self._waits: Counter[tuple[str, str, str]] = Counter()
         self._copies: Counter[str] = Counter()
@@ -36,22 +36,22 @@ class HostWaits:
 
     @property
     def found(self) -> list[HostWait]:
-        """Every line with a wait, in the order in which they were met."""
+        """All lines with a wait, in the order of their first occurrence."""
         return [HostWait(place, operator, why, times) for (place, operator, why), times in self._waits.items()]
 
     @property
     def copies(self) -> int:
-        """Copies to the device without a wait."""
+        """Number of copies to the device without a wait."""
         return self._copies.total()
 
     def add(self, operator: str, why: str) -> HostWait:
-        """Note a wait at the line that is running; returns it."""
+        """Record a wait at the line that is running, and return it."""
         place = current_place() or "PyTorch's own backward"
         self._waits[place, operator, why] += 1
         return HostWait(place, operator, why)
 
     def see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Look at a call before it happens."""
+        """Inspect a call before it runs."""
         name = func.name().split(".")[0]
         if name in _COPIES:
             self._see_copy(name, func, args, kwargs)
@@ -65,7 +65,7 @@ class HostWaits:
         else:
             source = args[0]
             to, non_blocking = kwargs.get("device") or source.device, kwargs.get("non_blocking") or False
-        # Within one device nobody waits, and nothing is copied of an empty tensor.
+        # No wait within one device, and no copy of an empty tensor.
         to = torch.device(to)
         if to.type == source.device.type or not source.numel():
             return
@@ -83,7 +83,7 @@ class HostWaits:
         return self._pinned is not None and self._pinned.holds(tensor)
 
     def _see_index(self, name: str, args: Sequence[Any]) -> None:
-        """An index on the host is copied to the device with a wait."""
+        """Record a wait for an index on the host, which is copied to the device."""
         for index in tree_leaves(args[1]):
             if isinstance(index, Tensor) and index.device.type == "cpu" and index.ndim:
                 self.add(name, "an index on the host is copied to the device, and the host waits until it is there")

@@ -1,4 +1,4 @@
-"""``Links``: bytes and messages that a rank sends and receives, by what they are and by the kind of link."""
+"""``Links``: bytes and messages that a rank sends and receives, by purpose and by kind of link."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NAMES = {
 
 @dataclass
 class Traffic:
-    """What a rank sends and receives over one kind of link."""
+    """Bytes and messages of a rank over one kind of link."""
 
     sent_bytes: float = 0
     received_bytes: float = 0
@@ -45,7 +45,7 @@ class Traffic:
 
 
 class Links:
-    """Sums of a step, by (what is sent, link)."""
+    """Traffic of a step, by (purpose, link)."""
 
     def __init__(self, rank: int, ranks_per_node: int) -> None:
         self.rank, self.ranks_per_node = rank, ranks_per_node
@@ -53,23 +53,23 @@ class Links:
         self._suffixes: dict[str, str] = {}
 
     def name(self, group: ProcessGroup | None, suffix: str) -> None:
-        """Say what a group's collectives are about. Of two names for one group the first stays."""
+        """Set the purpose of a group's collectives. If a group is named twice, the first name stays."""
         if group is not None:
             self._suffixes.setdefault(group.group_name, suffix)
 
     def see(self, func: Any, args: Sequence[Any]) -> None:
-        """Count a call, where it is one of torch.distributed."""
+        """Count a call if it belongs to torch.distributed."""
         name, group = _collective(func, args)
         if group is not None and name in _NAMES:
             self._count(name, group, args)
 
     def answered(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
-        """The result of a call on the CPU; of a collective, as if every other rank said what this one says."""
+        """Run a call on the CPU; for a collective, return a result as if all other ranks sent this rank's values."""
         out = call()
         name, group = _collective(func, args)
         if group is None:
             return out
-        # Nothing arrives from ranks that are not there: agreements would find that all of them differ.
+        # Absent ranks send nothing: checks of agreement would find that all ranks differ.
         if name == "allgather_":
             for outputs, own in zip(args[0], args[1], strict=True):
                 for x in outputs:
@@ -77,13 +77,13 @@ class Links:
         elif name == "_allgather_base_":
             args[0].view(group.size(), -1).copy_(args[1].flatten())
         elif name == "allreduce_":
-            # A step counts by all-reduce on the CPU, and does nothing else by it: sums.
+            # On the CPU a step uses all-reduce only to sum counts.
             for x in args[0]:
                 x.mul_(group.size())
         return out
 
     def figures(self) -> list[LinkBytes]:
-        """The sums, by name and link."""
+        """Return the sums by purpose and link."""
         return [
             LinkBytes(
                 what=what,
@@ -96,13 +96,13 @@ class Links:
         ]
 
     def _count(self, name: str, group: ProcessGroup, args: Sequence[Any]) -> None:
-        # Peers are numbered within their group; which node they are in follows from their number in the world.
+        # Peers are numbered within their group; their node follows from their global rank.
         ranks = dist.get_process_group_ranks(group)
         what = _NAMES[name]
         if name not in ("send", "recv_") and group.group_name in self._suffixes:
             what = f"{what} {self._suffixes[group.group_name]}"
         tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
-        # What lies on the CPU goes by gloo: agreements and counts.
+        # CPU tensors use gloo: agreements and counts.
         if name == "barrier" or all(x.device.type == "cpu" for x in tensors):
             what = "control"
         if name == "send":
@@ -124,7 +124,7 @@ class Links:
 
 
 def _by_peer(name: str, ranks: Sequence[int], rank: int, args: Sequence[Any]) -> Iterator[tuple[int, float, float]]:
-    """(peer, bytes sent, bytes received) of a collective, as a direct exchange between every two ranks moves them."""
+    """Yield (peer, bytes sent, bytes received) of a collective, as a direct exchange between each pair of ranks."""
     own, others = ranks.index(rank), [n for n, peer in enumerate(ranks) if peer != rank]
     for n in others:
         sent, received = _of_pair(name, args, n, own, len(ranks))
@@ -160,7 +160,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _collective(func: Any, args: Sequence[Any]) -> tuple[str, ProcessGroup | None]:
-    """The name and the group of a call of torch.distributed; no group for another call."""
+    """Return the name and group of a torch.distributed call; no group for any other call."""
     if func.namespace != "c10d":
         return "", None
     group = next((g for g in map(_as_group, args) if g is not None), None)

@@ -1,4 +1,4 @@
-"""``LiveBytes``: the device memory that is alive, its peak, and the operator and the line of code that made it."""
+"""``LiveBytes``: live device memory, its peak, and the operator and the line of code at the peak."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OTHERS = (f"{Path(__file__).resolve().parent}/", f"{ROOT}/parallel/comm/communi
 
 
 def current_place() -> str:
-    """``file:line`` of the innermost function of ours that is running; empty where there is none.
+    """Return ``file:line`` of the innermost running function of ours; empty if there is none.
 
-    None is running where autograd computes a gradient of PyTorch's own.
+    None is running while autograd computes one of PyTorch's own gradients.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -32,10 +32,10 @@ def current_place() -> str:
 
 
 class LiveBytes:
-    """Counts the storages that operators make and that are still alive. One that several tensors share counts once."""
+    """Counter of live storages created by operators. A storage that several tensors share counts once."""
 
     def __init__(self, device_type: str = "cuda") -> None:
-        """``device_type`` is the device whose storages count."""
+        """Count storages on devices of this type."""
         self.now = self.peak = 0
         self.peak_operator = ""
         """The operator whose result made the peak."""
@@ -45,20 +45,20 @@ class LiveBytes:
         self._sizes: dict[int, int] = {}
 
     def ignore(self, *tensors: Tensor) -> None:
-        """Leave these tensors out, which were there before."""
+        """Exclude these tensors, which existed before."""
         for x in tensors:
             self._sizes[x.untyped_storage()._cdata] = 0
 
     def restart_peak(self) -> None:
-        """Forget the peak: the next one counts from what is alive now."""
+        """Reset the peak to the bytes that are live now."""
         self.peak, self.peak_operator, self.peak_place = self.now, "", ""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage is among those that are counted."""
+        """Return True if the tensor's storage is counted."""
         return tensor.untyped_storage()._cdata in self._sizes
 
     def see(self, operator: str, results: Any, *, inside: int = 0) -> None:
-        """Count what an operator has returned, and the bytes that it held ``inside`` beside its results."""
+        """Count an operator's results, and the bytes that it held ``inside`` in addition to them."""
         for leaf in tree_leaves(results):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device_type:
                 self._add(operator, leaf)
@@ -67,10 +67,10 @@ class LiveBytes:
     def _add(self, operator: str, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        # A view, or a result that was written into memory that is known.
+        # A view, or a result written into known memory.
         if key in self._sizes:
             return
-        # Python keeps one object a storage for as long as the storage lives, so its end is that of the memory.
+        # Python keeps one storage object for as long as the storage lives, so its end is the end of the memory.
         self._sizes[key] = storage.nbytes()
         weakref.finalize(storage, self._gone, key)
         self.now += storage.nbytes()

@@ -1,7 +1,7 @@
 """``Recorder``: sees every operator of a step whose device tensors have no data.
 
-What lives on the CPU (batches, schedules, slices) is computed as in a run; tensors on the GPU, and those in host memory
-that is pinned to hold them for backward, carry shape, dtype and device alone.
+CPU values (batches, schedules, slices) are computed as in a run; tensors on the GPU, and those in host memory pinned to
+hold them for backward, only have shape, dtype and device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from longctx.kernels.alike import times
 
 
 class StoppedAtWaitError(Exception):
-    """The step asks for a value of the device, which a trace does not have."""
+    """Error raised if the step asks for a device value, which a trace does not have."""
 
     def __init__(self, wait: HostWait) -> None:
         super().__init__(f"{wait.place}: {wait.operator}: {wait.why}")
@@ -38,7 +38,7 @@ class StoppedAtWaitError(Exception):
 
 
 class Recorder(TorchDispatchMode):
-    """Counts operators, live bytes, host waits and what is sent. Lies over a ``FakeTensorMode``."""
+    """Mode that counts operators, live bytes, host waits and traffic. Used on top of a ``FakeTensorMode``."""
 
     def __init__(self, links: Links) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             wait = self.waits.add(func.name(), "the host asks for a value, or for a size that depends on values")
             raise StoppedAtWaitError(wait) from error
-        # Asking a tensor for its device launches nothing.
+        # Querying a tensor's device launches no kernel.
         if func is not torch.ops.prim.device.default:
             self.operators[func.name()] += times()
         self.live.see(func.name(), out, inside=_workspace(func.name(), args))
@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _workspace(operator: str, args: Sequence[Any]) -> int:
-    """Return what an operator allocates and gives back within itself, where a plan knows it."""
+    """Return the bytes that an operator allocates and frees internally, if the plan knows them."""
     if operator == "aten::_flash_attention_backward":
         q_nHD, cu_seqlens = args[1], args[6]
         shapes = [x_nHD.shape for x_nHD in args[1:4]]
@@ -84,7 +84,7 @@ def _workspace(operator: str, args: Sequence[Any]) -> int:
 
 
 def _call(shapes: Sequence[Sequence[int]], num_sequences: int, itemsize: int) -> BackwardCall:
-    """Return the call whose queries, keys and values have these shapes: rows, heads, head size."""
+    """Return the call for queries, keys and values of these shapes: rows, heads, head size."""
     (num_queries, num_heads, head_dim), (num_keys, num_kv_heads, _), (_, _, value_dim) = shapes
     return BackwardCall(
         num_queries=num_queries,
@@ -99,7 +99,7 @@ def _call(shapes: Sequence[Sequence[int]], num_sequences: int, itemsize: int) ->
 
 
 def _is_of_device(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call reads or makes a tensor on the device, or pinned memory for one."""
+    """Return True if a call reads or creates a device tensor, or pinned memory for one."""
     if kwargs.get("pin_memory"):
         return True
     device = kwargs.get("device")

@@ -1,4 +1,4 @@
-"""A trace as text: one screen for each question, with what is traced and what is arithmetic."""
+"""A trace as text: one screen per question, saying which figures are traced and which are arithmetic."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from launcher.trace.trace import RunTrace
 
 
 def heading(run: RunTrace) -> str:
-    """What was traced, on a few lines."""
+    """Describe the traced run in a few lines."""
     kernel, (major, minor) = run.config.parallel.kernel, run.capability
     described = describe_run(run.config, run.world, run.document_tokens)
     return f"{described}; attention traced as {kernel}, for compute capability {major}.{minor}"
 
 
 def memory_rows(run: RunTrace, planned: RunEstimate) -> Rows:
-    """Return bytes by kind, a line a rank, with the peak that the plan's arithmetic says."""
-    # Most of the peak is one sum: what stays, and the larger of forward with backward and the optimiser's temporaries.
+    """Return bytes by kind, a line per rank, with the peak that the plan computes."""
+    # Most of the peak is one sum: held bytes, and the larger of forward with backward and the optimizer's temporaries.
     headings = ["rank", "weights", "gradients", "optimizer", "kept", "kept on host", "passing", "peak", "planned"]
     headings += ["operators", "host waits"]
     rows = []
@@ -35,7 +35,7 @@ def memory_rows(run: RunTrace, planned: RunEstimate) -> Rows:
 
 
 def link_rows(run: RunTrace) -> Rows:
-    """What is sent in a micro-batch, a line a rank and link."""
+    """Return the traffic of a micro-batch, a line per rank and link."""
     rows = []
     for trace in run.traces:
         for link in trace.links:
@@ -45,7 +45,7 @@ def link_rows(run: RunTrace) -> Rows:
 
 
 def remarks(run: RunTrace) -> list[str]:
-    """What the tables do not say: which rank is which, where the peak is, every host wait."""
+    """Return remarks that complete the tables: the role of each rank, the place of its peak, all host waits."""
     lines: list[str] = []
     for kind, trace in zip(run.kinds, run.traces, strict=True):
         lines.append(_peak(kind, trace))

@@ -1,7 +1,7 @@
-"""PyTorch's CUDA build on a machine without a driver: a stand-in for the two questions that it asks one.
+"""Stand-in for the driver, for PyTorch's CUDA build on a machine without one: it answers autograd's two questions.
 
-Tensors without data need no GPU, yet autograd asks how many devices there are and whether they are in use. Where there
-is a driver nothing of this is loaded. Must run before torch is imported, so nothing here imports it.
+Tensors without data need no GPU, but autograd asks for the number of devices and whether they are in use. If there is
+a driver, the stand-in is not loaded. It must be loaded before torch is imported, so this file does not import torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _MANY_DEVICES = 64
 
 
 def torch_cuda_version() -> str | None:
-    """The CUDA version that the installed PyTorch was built for; None of a CPU build. Imports no torch."""
+    """Return the CUDA version that the installed PyTorch was built for; None for a CPU build. Imports no torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    # A file of assignments that PyTorch's build writes.
+    # A file of assignments written by PyTorch's build.
     values: dict[str, object] = {}
     exec((Path(spec.origin).parent / "version.py").read_text(), values)
     version = values.get("cuda")
@@ -47,7 +47,7 @@ def torch_cuda_version() -> str | None:
 
 
 def has_driver() -> bool:
-    """Whether this machine has NVIDIA's driver."""
+    """Return True if this machine has NVIDIA's driver."""
     try:
         ctypes.CDLL(_DRIVER)
     except OSError:
@@ -56,21 +56,21 @@ def has_driver() -> bool:
 
 
 def load_stand_in() -> Callable[[], None]:
-    """Load the stand-in; returns what is to be called once torch is imported.
+    """Load the stand-in; return a function to call once torch is imported.
 
-    LongCtxError where it cannot be compiled.
+    Raise LongCtxError if it cannot be compiled.
     """
-    # Global, and before torch: its libraries then find these symbols before their own. The library has the driver's
-    # name, so torch takes it for the driver when it asks for that.
+    # Global, and before torch: torch's libraries then find these symbols before their own. The library has the driver's
+    # name, so torch finds it when it looks for the driver.
     library = ctypes.CDLL(str(_compiled()), ctypes.RTLD_GLOBAL)
 
     def finish() -> None:
         import torch
 
-        # While no device is counted: PyTorch then takes its guard that does nothing.
+        # While the device count is 0: PyTorch then installs its no-op guard.
         torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
         library.longctx_set_devices(_MANY_DEVICES)
-        # Otherwise tensors without data would make a context on the device.
+        # Otherwise tensors without data would create a context on the device.
         torch.cuda.is_available = lambda: False
 
     return finish
@@ -88,7 +88,7 @@ def _compiled() -> Path:
             "compiler (cc, gcc or clang).\nInstall one, such as `apt install gcc`, or trace on a machine with a driver."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    # Under a name of its own first: another process may compile it at the same time.
+    # Write to a temporary name first: another process may compile it at the same time.
     draft = folder / f"{path.name}.{os.getpid()}"
     command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{_DRIVER}", "-x", "c", "-", "-o", str(draft)]
     done = subprocess.run(command, input=_SOURCE, text=True, capture_output=True)

@@ -1,6 +1,6 @@
 """``trace_rank``: one step of one rank, on tensors without data.
 
-Forward and backward are those of a run. What DeepSpeed does around them is not traced: the bytes that a ZeRO stage
+Forward and backward are those of a run. DeepSpeed's work around them is not traced: the bytes that a ZeRO stage
 holds are arithmetic (``launcher/plan/zero.py``), and AdamW is traced on the part of the model that a rank updates.
 """
 
@@ -37,10 +37,10 @@ DEVICE = torch.device("cuda", 0)
 def trace_rank(
     config: ResolvedConfig, world: World, rank: int, *, document_tokens: int = 0, capability: tuple[int, int] = (9, 0)
 ) -> RankTrace:
-    """What one step of a rank takes. This process is that rank from now on, and good for nothing else.
+    """Trace one step of a rank. From now on this process is that rank and cannot be used for anything else.
 
-    ``config`` has nothing left to the machine. ``document_tokens`` (0: whole rows) is the length of the documents that
-    rows are packed from; kernels are chosen for a GPU of this compute ``capability``.
+    ``config`` is fully resolved. ``document_tokens`` (0: full rows) is the length of the documents packed into rows;
+    kernels are chosen for a GPU of this compute ``capability``.
     """
     started = time.perf_counter()
     join_world(rank, world)
@@ -51,7 +51,7 @@ def trace_rank(
         expert=parallel.expert,
         ranks_per_node=world.ranks_per_node,
     )
-    # There may be no device to ask, and kernels go by what it can do.
+    # There may be no device to ask for its capability, on which the choice of kernels depends.
     for kernel in KERNELS.values():
         if isinstance(kernel, VarlenKernel):
             kernel.capability = capability
@@ -76,22 +76,22 @@ def _links(rank: int, world: World, mesh: Mesh) -> Links:
 
 
 def _build(config: ResolvedConfig, mesh: Mesh, recorder: Recorder) -> Task:
-    """The module of a run, its weights in the run's dtype, with gradients beside them."""
+    """Build a run's module, with weights in the run's dtype and allocated gradients."""
     dispatcher = None
     if config.parallel.expert > 1:
         dispatcher = EvenRouting(mesh, config.model.config(), recorder.waits)
     with DEVICE:
         module = build_task(config, mesh, dispatcher=dispatcher, device=str(DEVICE))
     _convert(module, config.dtype)
-    # There before the step: DeepSpeed has memory of its own for them, which is arithmetic.
+    # Allocated before the step: DeepSpeed has its own memory for them, which is arithmetic.
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
     return module
 
 
 def _convert(module: Task, dtype: torch.dtype) -> None:
-    """Give every weight and buffer of a floating dtype this one, as DeepSpeed does."""
-    # By hand: ``Module.to`` swaps tensors in place, which those without data refuse.
+    """Convert all weights and buffers of floating dtypes to this one, as DeepSpeed does."""
+    # Done by hand: ``Module.to`` swaps tensors in place, which tensors without data do not support.
     for part in module.modules():
         for name, p in list(part.named_parameters(recurse=False)):
             setattr(part, name, torch.nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad))
@@ -109,7 +109,7 @@ class _Step:
         self.peak_operator = self.peak_place = ""
 
     def run(self, stream: Stream) -> None:
-        """Forward, backward and the optimiser's step."""
+        """Run forward, backward and the optimizer's step."""
         live = self.recorder.live
         held = [x for p in self.module.parameters() for x in (p, p.grad) if x is not None]
         live.ignore(*held, *self.module.buffers())
@@ -127,7 +127,7 @@ class _Step:
         self._update()
 
     def end_early(self) -> None:
-        """The trace could not go on: what was alive so far is all that is known."""
+        """End a trace that cannot go on, with only the memory recorded so far."""
         self.is_whole = False
         self._note_peak()
 
@@ -136,7 +136,7 @@ class _Step:
         self.peak, self.peak_operator, self.peak_place = live.peak, live.peak_operator, live.peak_place
 
     def _begin(self) -> None:
-        """Count from here: what building has made is there before."""
+        """Start counting here: memory allocated by building the model existed before."""
         live, links = self.recorder.live, self.recorder.links
         live.now = 0
         live.restart_peak()
@@ -144,7 +144,7 @@ class _Step:
         links.sums.clear()
 
     def _update(self) -> None:
-        """AdamW on the float32 masters that this rank updates, unless they are updated elsewhere."""
+        """Run AdamW on the float32 masters that this rank updates, unless they are offloaded."""
         if self.config.zero.offload != "none":
             return
         live, train = self.recorder.live, self.config.train
@@ -153,7 +153,7 @@ class _Step:
         optimizer = AdamW(
             masters, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, foreach=False, fused=fused
         )
-        # The first step makes the moments, which count as held; the second is one of those that follow.
+        # The first step creates the moments, which count as held; the second is like all later steps.
         optimizer.step()
         before = live.now
         live.restart_peak()
@@ -166,7 +166,7 @@ class _Step:
         return master
 
     def figures(self, rank: int, *, seconds: float) -> RankTrace:
-        """What the step has taken."""
+        """Return the figures of the step."""
         recorder = self.recorder
         held = partition_bytes(self.config, self.module, self.mesh)
         return RankTrace(
@@ -192,7 +192,7 @@ class _Step:
 
 
 def _partition(module: Task, config: ResolvedConfig, mesh: Mesh) -> list[int]:
-    """Values of the flat masters that this rank updates: matrices, then norms and biases."""
+    """Return the sizes of the flat masters that this rank updates: matrices, then norms and biases."""
     ranks = mesh.world_size
     if config.zero.stage == 0:
         ranks = 1

@@ -1,4 +1,4 @@
-"""``trace_run``: every kind of rank of a run, each traced in a process of its own."""
+"""``trace_run``: all kinds of ranks in a run, each traced in its own process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ It takes 6 GB of disk. On a machine with GPUs `make setup` has installed that bu
 
 @dataclass(frozen=True, kw_only=True)
 class RunTrace:
-    """A run's step, as each kind of rank meets it."""
+    """A step of a run, traced on each kind of rank."""
 
     config: ResolvedConfig
     world: World
@@ -44,7 +44,7 @@ class RunTrace:
     traces: list[RankTrace]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "config": dataclasses.asdict(self.config),
             "world": dataclasses.asdict(self.world),
@@ -58,7 +58,7 @@ class RunTrace:
 
 
 def check_cuda_build() -> None:
-    """LongCtxError, saying what to install, unless this PyTorch is built for CUDA."""
+    """Raise LongCtxError, with installation instructions, unless this PyTorch is built for CUDA."""
     if torch_cuda_version() is None:
         import torch
 
@@ -68,13 +68,13 @@ def check_cuda_build() -> None:
 def traced_config(
     asked: RunConfig, world: World, *, document_tokens: int, hardware: Hardware | None = None
 ) -> ResolvedConfig:
-    """The config as it is on GPUs, nothing left to the machine or the data. ConfigError for what a run would refuse.
+    """Resolve the config as on GPUs, independent of machine and data. Raise ConfigError if a run would refuse it.
 
-    ``train.chunk_tokens = "auto"`` is what ``hardware`` has memory for; None is an H100.
+    ``train.chunk_tokens = "auto"`` depends on the memory of ``hardware``; None is an H100.
     """
     gpu = hardware or load_hardware("h100")
     config = planned(asked, world, gpu, document_tokens=document_tokens, device_type="cuda")
-    # A compiler's graphs do not go through the trace; the report says so.
+    # Compiled graphs cannot be traced; the report says so.
     config = config.changed({"train.compile": "off"})
     _check_store(config)
     if config.parallel.kernel == "auto":
@@ -85,7 +85,7 @@ def traced_config(
 
 
 def _check_store(config: ResolvedConfig) -> None:
-    """ConfigError where values would be written to a disk: there are none."""
+    """Raise ConfigError if values would be stored on a disk: a trace has no values."""
     if config.train.store == "disk":
         raise ConfigError(
             "plan --trace has no values that train.store=disk could write.\n"
@@ -102,7 +102,7 @@ def trace_run(
     hardware: Hardware | None = None,
     progress: Callable[[RankKind], None] = lambda kind: None,
 ) -> RunTrace:
-    """Trace one step of each kind of rank. LongCtxError where this cannot be done here, or the run would be refused."""
+    """Trace one step of each kind of rank. Raise LongCtxError if it cannot be done here or the run would be refused."""
     check_cuda_build()
     config = traced_config(asked, world, document_tokens=document_tokens, hardware=hardware)
     kinds, traces = rank_kinds(config), []
@@ -128,7 +128,7 @@ def trace_run(
 
 
 def _check_scores(config: ResolvedConfig) -> None:
-    """ConfigError where scores are more than products: FlexAttention, which has them, wants data."""
+    """Raise ConfigError if scores are more than products: they need FlexAttention, which needs data."""
     model, rule = config.model, None
     if model.attention_softcap:
         rule = f"model.attention_softcap={model.attention_softcap}"
@@ -142,8 +142,8 @@ def _check_scores(config: ResolvedConfig) -> None:
 
 
 def _ask_worker(orders: dict[str, Any]) -> dict[str, Any]:
-    """The trace of one rank, from a process of its own."""
-    # The worker imports the packages from where this process has them, whatever the folder it starts in.
+    """Trace one rank in its own process."""
+    # The worker imports the packages from the same place as this process, in any working folder.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"

@@ -1,6 +1,6 @@
 """A process that traces one rank and ends: ``python -m launcher.trace.worker RESULT``, its orders on standard input.
 
-One process a rank: what stands in for driver and network is of the whole process.
+One process per rank: the stand-ins for driver and network affect the full process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longctx.errors import LongCtxError
 
 
 def main(result: Path, orders: dict[str, Any]) -> None:
-    """Trace, and write the figures or the reason why there are none."""
+    """Trace, and write the figures or the error."""
     try:
         written = {"trace": _trace(orders)}
     except LongCtxError as error:
@@ -27,7 +27,7 @@ def main(result: Path, orders: dict[str, Any]) -> None:
         written = {"error": traceback.format_exc(), "kind": ""}
     result.write_text(json.dumps(written))
     sys.stdout.flush()
-    # The end of a process whose driver is a stand-in is nobody's business: PyTorch would tidy up devices.
+    # Skip PyTorch's cleanup, which would access devices that only the stand-in driver has.
     os._exit(0)
 
 
@@ -35,7 +35,7 @@ def _trace(orders: dict[str, Any]) -> dict[str, Any]:
     finish = None
     if not has_driver():
         finish = load_stand_in()
-    # Torch comes here, after the stand-in.
+    # Import torch only after the stand-in.
     import torch
 
     if finish is not None:
@@ -45,9 +45,9 @@ def _trace(orders: dict[str, Any]) -> dict[str, Any]:
     from launcher.plan.world import World
     from launcher.trace.step import trace_rank
 
-    # PyTorch says of many things what a trace cannot mend.
+    # PyTorch warns of many things that a trace cannot change.
     logging.disable(logging.WARNING)
-    # A GPU that is here is the one to choose kernels for.
+    # If there is a GPU here, choose kernels for it.
     capability = tuple(orders["capability"])
     if finish is None and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()

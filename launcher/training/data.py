@@ -1,4 +1,4 @@
-"""The data of a run: opened, the same on every rank, whole, and of the model's tokenizer."""
+"""The data of a run: opened and checked to be undamaged, equal on all ranks, and made by the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 def open_data(
     config: ResolvedConfig, model: ModelConfig, mesh: Mesh, origin: Origin
 ) -> tuple[Loader, ValidationLoader | None, dict[str, bytes]]:
-    """Open what a run reads, fetch and check the files, and go on where ``origin`` stood. Collective.
+    """Open a run's data, fetch and check the files, and go on at the position of ``origin``. Collective.
 
     Returns the loaders of training and of validation data, None if the run does not validate, and the tokenizer's files
-    for the run's checkpoints, on rank 0 alone.
-    ConfigError if the model has too few tokens; DataError for files that are damaged, or differ between ranks, or were
+    for the run's checkpoints, on rank 0 only.
+    Raises ConfigError if the model has too few tokens; DataError if files are damaged, differ between ranks, or were
     not made by the tokenizer of the weights that the run goes on from.
     """
     loader, validation = on_every_rank(lambda: _open_loaders(config, model, mesh, origin.kind))
@@ -61,7 +61,7 @@ def open_data(
 def _open_loaders(
     config: ResolvedConfig, model: ModelConfig, mesh: Mesh, origin: Kind
 ) -> tuple[Loader, ValidationLoader | None]:
-    """Return the loaders of training and validation data; ConfigError if the model has too few tokens."""
+    """Return the loaders of training and validation data; raise ConfigError if the model has too few tokens."""
     common: dict[str, Any] = {
         "seq_len": config.data.seq_len,
         "source_seq_len": config.data.source_seq_len,
@@ -69,12 +69,12 @@ def _open_loaders(
         "data_rank": mesh.data_rank,
         "data_degree": mesh.data,
     }
-    # What has to be read whole is not read here, by every rank: ``check_data`` deals the files out.
+    # Files to be read completely are not read here, by every rank: ``check_data`` divides them among ranks.
     opening: dict[str, Any] = {"verify": config.data.verify != "off", "cache": config.data.cache}
     open_folder = partial(ShardSet.open, **opening)
     if origin != "new":
         open_folder = partial(open_for_model, vocab_size=model.vocab_size, **opening)
-    # Ranks of one context group get the same rows: each cuts its own shard out of them (``Run.place``).
+    # Ranks of a context group get the same rows: each cuts its own shard out of them (``Run.place``).
     cost = None
     if config.data.balance:
         cost = partial(training_flops, model)
@@ -106,7 +106,7 @@ def _open_loaders(
 
 
 def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:
-    """Return the folder or mixture to validate on, None if there is none; and whether the mixture holds it out."""
+    """Return the folder or mixture to validate on, None if there is none; and True if it is held out of the mixture."""
     if data.validation:
         return data.validation, False
     if is_mixture(data.train):
@@ -122,11 +122,11 @@ def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:
 def _tokenizer_files(
     origin: Path | None, loader: Loader, validation: ValidationLoader | None, mesh: Mesh
 ) -> dict[str, bytes]:
-    """Return the tokenizer's files for the run's checkpoints, read by rank 0 alone.
+    """Return the tokenizer's files for the run's checkpoints, read by rank 0 only.
 
-    They are those of the checkpoint that it goes on from, and licences, else the data's; of conversations the data's
-    chat template, which the model learns.
-    DataError unless checkpoint and data have one tokenizer; the log says if there is none to compare with.
+    If the run goes on from a checkpoint they are its files, and licences, otherwise the data's. For conversations they
+    include the data's chat template, which the model learns.
+    Raise DataError unless checkpoint and data have the same tokenizer; log it if there is none to compare with.
     """
     if mesh.rank != 0:
         return {}
@@ -139,12 +139,12 @@ def _tokenizer_files(
         files = load_tokenizer(origin).files
     else:
         files = uncompared_files(origin, loader.shards.tokenizer())
-    # A licence goes where the weights go; a model card would describe the model before training.
+    # Licences go with the weights; a model card would describe the model before training.
     return _with_chats(files, loader.folders) | read_notices(origin)
 
 
 def _with_chats(files: dict[str, bytes], folders: Sequence[ShardSet]) -> dict[str, bytes]:
-    """Return a tokenizer's files with the chat template of the conversations among the data, if there are any."""
+    """Return a tokenizer's files, with the chat template of the data's conversations if there are any."""
     chats = [folder.tokenizer() for folder in folders if folder.is_masked]
     if not chats:
         return files
@@ -159,13 +159,13 @@ _LOOKED_AT = 1 << 16
 
 
 def leaves_remainders(folders: Sequence[ShardSet], seq_len: int) -> bool:
-    """Return whether some document is no multiple of a row: what remains of it shares one with others, or with padding.
+    """Return whether any document's length is not a multiple of the row: its remainder shares a row, or is padded.
 
-    A function of the data alone, so a run that resumes gets the same answer. A folder whose first documents fill whole
-    rows is taken to be cut for this length all through: to look at every document would take a start as long as there
-    are documents. Were that wrong, the layout would be slower, no more.
+    Depends on the data only, so a resumed run gets the same answer. If the first documents of a folder fill complete
+    rows, all are assumed to be cut for this length: looking at every document would slow down the start. If that is
+    wrong, the layout is slower, but still correct.
     """
-    # Of a mixture, one source is enough: its rows are laid out as all others are.
+    # One source of a mixture is enough: all rows get the same layout.
     return any(_leaves_remainders(shards, seq_len) for shards in folders)
 
 

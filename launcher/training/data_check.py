@@ -1,4 +1,4 @@
-"""A run's shards before its first step: fetched to every host, read against their checksums, the same on every rank."""
+"""A run's shards before its first step: fetched to every host, verified by checksum, the same on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """What a rank sees; small, because every rank gets those of all."""
+    """A rank's view of the data; small, because every rank gathers all of them."""
 
     data: tuple[str, ...]
     """The hash of each folder's manifest."""
@@ -34,10 +34,10 @@ class _View:
 
 
 def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
-    """Read what ``data.verify`` asks for, dealt out over the ranks that see the same files. Collective.
+    """Read the files that ``data.verify`` asks for, divided among ranks that see the same files. Collective.
 
-    Returns the shards that this rank has read. DataError on every rank when a file is damaged on any, and when ranks
-    see different data under one path.
+    Returns the shards that this rank has read. Raises DataError on every rank if a file is damaged on any rank, or if
+    ranks see different data under one path.
     """
     checks = on_every_rank(lambda: [FolderCheck(shards.folder, shards.manifest, verify) for shards in folders])
     pending = [(check, entry) for check in checks for entry in check.pending]
@@ -48,7 +48,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
     )
     views = gather_objects(view)
     _check_same(folders, views)
-    # Hosts with copies of their own read each theirs; those that see one file system share the reading.
+    # Hosts with separate copies read their own; hosts that share a file system share the reading.
     own = _own_share(pending, [view.copy for view in views])
     if any(view.has_pending for view in views):
         problems = [check.problem(entry) for check, entry in own]
@@ -75,7 +75,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
 
 
 def _own_share(shards: Sequence[tuple[Source, ShardEntry]], places: Sequence[str]) -> list[tuple[Source, ShardEntry]]:
-    """Return this rank's of the shards, which are dealt out over the ranks of one of the ``places``, one a rank."""
+    """Return this rank's share of the shards, which are dealt out to ranks with the same entry in ``places``."""
     rank = own_rank()
     readers = [other for other, place in enumerate(places) if place == places[rank]]
     shares = deal([entry.bytes for _, entry in shards], len(readers))
@@ -83,7 +83,7 @@ def _own_share(shards: Sequence[tuple[Source, ShardEntry]], places: Sequence[str
 
 
 def _check_same(folders: Sequence[ShardSet], views: Sequence[_View]) -> None:
-    """DataError unless every rank has the manifests of rank 0, in the same words on all."""
+    """Raise DataError, with the same message on all ranks, unless every rank has rank 0's manifests."""
     for rank, view in enumerate(views):
         if view.data == views[0].data:
             continue
@@ -102,8 +102,8 @@ def _check_same(folders: Sequence[ShardSet], views: Sequence[_View]) -> None:
 
 
 def _raise_damage(own: list[str]) -> None:
-    """DataError on every rank, with the damaged files of all of them."""
-    # The first few of each rank: what travels must stay small, however much of a disk is broken.
+    """Raise DataError on every rank, listing the damaged files of all ranks."""
+    # Only the first few of each rank: the message must stay small even if much of a disk is broken.
     found = gather_objects((len(own), own[:_SHOWN]))
     total = sum(count for count, _ in found)
     if not total:
@@ -115,7 +115,7 @@ def _raise_damage(own: list[str]) -> None:
 
 
 def _keep_stamps(checks: Sequence[FolderCheck]) -> None:
-    """Remember what was right. Without a place for that the run goes on, and the next start reads again."""
+    """Remember verified files. If they cannot be stored the run goes on, and the next start reads them again."""
     try:
         for check in checks:
             check.keep_stamps()
@@ -126,21 +126,21 @@ def _keep_stamps(checks: Sequence[FolderCheck]) -> None:
 
 
 def fetch_data(folders: Sequence[ShardSet]) -> None:
-    """Bring what is missing of copies, dealt out over the ranks that share a cache. Collective.
+    """Fetch the missing files of copies, divided among the ranks that share a cache. Collective.
 
-    DataError on every rank when an object is missing or damaged, and before anything is fetched where a host has no
-    room for all. What came before an error is kept.
+    Raises DataError on every rank if an object is missing or damaged, and, before anything is fetched, if a host has no
+    room for all. Files fetched before an error are kept.
     """
     copies = [shards.copy for shards in folders if shards.copy is not None]
     missing = [(copy, entry) for copy in copies for entry in copy.missing()]
-    # On every rank, also where nothing is a copy: hosts may have folders of their own.
+    # On every rank, even if it has no copies: other hosts may have copies.
     caches = gather_objects(" ".join(f"{place_of(copy.folder)} {copy.folder.resolve()}" for copy in copies))
     if not any(caches):
         return
     on_every_rank(lambda: _check_room(copies))
     # Ranks that share a cache miss the same shards: all have looked before the first one fetches.
     _raise_damage(_fetch(_own_share(missing, caches)))
-    # Another run may fetch into the same cache, and fail: what is still missing is taken here.
+    # Another run may fetch into the same cache, and fail: fetch shards that are still missing.
     _raise_damage(_fetch([(copy, entry) for copy in copies for entry in copy.missing()]))
 
 
@@ -150,7 +150,7 @@ def _check_room(copies: Sequence[LocalCopy]) -> None:
 
 
 def _fetch(shards: Sequence[tuple[LocalCopy, ShardEntry]]) -> list[str]:
-    """Fetch shards, one after the other; what is wrong with the first that cannot be."""
+    """Fetch shards one after the other; return the error of the first that fails."""
     for number, (copy, entry) in enumerate(shards, start=1):
         try:
             copy.bring(entry)

@@ -1,4 +1,4 @@
-"""``StepFeed``: the rows of each step, prepared by a thread while the step before is computed."""
+"""``StepFeed``: rows of each step, prepared by a thread while the previous step is computed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class StepData:
-    """A step's rows, ready to be computed."""
+    """Rows of a step, ready to be computed."""
 
     order: dict[str, Any]
     """The loader's state before the step: where its rows begin in the data."""
@@ -46,10 +46,10 @@ class StepData:
 
 
 class StepFeed:
-    """Gives step after step; the next one is prepared meanwhile.
+    """Iterator over a run's steps that prepares the next ones in the background.
 
-    ``state_dict`` and ``tokens_consumed`` are those of the steps that were given, never of what lies ahead. The thread
-    starts at the first ``next_step`` and ends with ``close``, or after ``num_steps``, which it does not read beyond.
+    ``state_dict`` and ``tokens_consumed`` describe the steps already returned, never those read ahead. The thread
+    starts at the first ``next_step`` and ends with ``close``, or after ``num_steps``, beyond which it does not read.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class StepFeed:
         workers: int = 1,
         measure: Callable[[SequenceLayout, PackedDocuments], Degrees] | None = None,
     ) -> None:
-        """``place`` says which tokens are this rank's, and ``place_source`` which of a source: no others are read.
+        """Read the tokens that ``place`` assigns to this rank, and those that ``place_source`` assigns of a source.
 
-        For a GPU they lie in page-locked memory, which it copies from while it computes.
+        For a GPU they are in page-locked memory, which it copies from while it computes.
 
-        ``prefetch_steps`` are read ahead; without any there is no thread, and each step waits for its own reading.
-        ``workers`` threads read the micro-batches of a step. What is given is the same in any case.
+        ``prefetch_steps`` are read ahead; with 0 there is no thread, and each step waits for its own reading.
+        ``workers`` threads read the micro-batches of a step. The data are the same in any case.
 
-        What ``measure`` says of its micro-batches a step tells (``StepData.degrees``).
+        If ``measure`` is given, its results for a step's micro-batches are in ``StepData.degrees``.
         """
         self._measure = measure
         self._loader, self._device = loader, device
@@ -88,19 +88,19 @@ class StepFeed:
 
     @property
     def tokens_consumed(self) -> int:
-        """Tokens of the steps that were given and of all before, over all ranks, without padding."""
+        """Tokens of all steps returned so far and before, over all ranks, without padding."""
         if self._last is None:
             return self._loader.tokens_consumed
         return self._last.tokens_consumed
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state after the step that was given last: a run goes on from there."""
+        """Return the loader's state after the last returned step, from which a run goes on."""
         if self._last is None:
             return self._loader.state_dict()
         return self._last.after
 
     def next_step(self) -> tuple[StepData, float]:
-        """The next step's data, and the seconds that it was waited for; raises what preparing it raised."""
+        """Return the next step's data and the seconds spent waiting for it; raise any error of its preparation."""
         started = time.perf_counter()
         if self._given >= self._num_steps or not self._prefetches:
             step: StepData | BaseException = self._prepare()
@@ -116,9 +116,9 @@ class StepFeed:
         return step, time.perf_counter() - started
 
     def close(self) -> None:
-        """End the thread, and forget what it had prepared.
+        """End the thread, and discard the steps it has prepared.
 
-        It is left alone, to end with the process, where it reads on for longer than ``_PATIENCE_SECONDS``.
+        If it still reads after ``_PATIENCE_SECONDS``, it is left to end with the process.
         """
         self._stop.set()
         self._room.release()
@@ -132,12 +132,12 @@ class StepFeed:
             return
         assert not self._stop.is_set(), "the feed was closed"
         threads = torch.get_num_threads()
-        # A daemon: a rank that ends by an error does not wait for data.
+        # A daemon thread: a rank that ends by an error does not wait for data.
         self._thread = threading.Thread(target=self._run, args=(threads,), name="longctx-feed", daemon=True)
         self._thread.start()
 
     def _run(self, threads: int) -> None:
-        """Prepare all steps, each once there is room for it."""
+        """Prepare all steps, each as soon as there is room for it."""
         self._begin_thread(threads)
         try:
             for _ in range(self._num_steps):
@@ -145,13 +145,13 @@ class StepFeed:
                 if self._stop.is_set():
                     return
                 self._ready.put(self._prepare())
-        except BaseException as error:  # whatever it is, the main thread raises it
+        except BaseException as error:  # the main thread raises it, of any type
             self._ready.put(error)
 
     def _begin_thread(self, threads: int) -> None:
-        # PyTorch would give a new thread all of the machine's cores, which its ranks share.
+        # PyTorch would give a new thread all cores of the machine, which its ranks share.
         torch.set_num_threads(threads)
-        # Its GPU would be the first one, whose memory every rank's thread would take a context of.
+        # Its default GPU would be the first one, on which every rank's thread would create a context.
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
@@ -180,11 +180,11 @@ class StepFeed:
         )
 
     def _read(self, claims: Sequence[Callable[..., Taken]]) -> Iterator[Taken]:
-        """Yield what was claimed, in its order, whoever reads it."""
+        """Yield the claimed micro-batches in order, read by any worker."""
         if self._num_workers == 1:
             return map(self._read_one, claims)
         if self._workers is None:
-            # Not an executor's threads, which a process waits for as it ends, on a disk that hangs too.
+            # Not an executor: the process would wait for its threads at exit, even if a disk hangs.
             self._workers = ThreadPool(self._num_workers, self._begin_thread, (torch.get_num_threads(),))
         return self._workers.imap(self._read_one, claims)
 

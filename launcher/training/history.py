@@ -1,4 +1,4 @@
-"""``History``: what the steps before say of the next one: whether it is a spike, and how many were left out."""
+"""``History``: statistics of previous steps, used to detect spikes and to count steps that were left out."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LEAST = 32
 
 @dataclass(frozen=True)
 class History:
-    """Losses and gradient norms of the last steps that were taken, and the steps that were left out.
+    """Losses and gradient norms of the last completed steps, and the number of steps that were left out.
 
-    The same on every rank, and a part of a checkpoint. Steps that were left out are not among the losses and norms: a
-    single NaN would be in every mean from then on (OLMo-core skipped 129 steps after one).
+    It is the same on every rank, and part of a checkpoint. Steps that were left out are not among the losses and norms:
+    a single NaN would be in every mean from then on (OLMo-core skipped 129 steps after one).
     """
 
     losses: tuple[float, ...] = ()
@@ -31,20 +31,20 @@ class History:
     """How many of these are the last ones."""
 
     def taken(self, loss: float, norm: float) -> History:
-        """After a step that was taken; one in which no token counted has a loss of NaN, and is not among the others."""
+        """Return the history after a completed step. A step without counted tokens has loss NaN and is not added."""
         if math.isnan(loss):
             return replace(self, in_row=0)
         losses, norms = (*self.losses, loss)[-WINDOW:], (*self.norms, norm)[-WINDOW:]
         return replace(self, losses=losses, norms=norms, in_row=0)
 
     def left_out(self) -> History:
-        """After a step that was left out."""
+        """Return the history after a step that was left out."""
         return replace(self, skipped=self.skipped + 1, in_row=self.in_row + 1)
 
     def spike(self, loss: float, norm: float, sigmas: float) -> str:
-        """In words by how much a step's loss or norm exceeds those before; empty where it does not.
+        """Describe by how much a step's loss or norm exceeds the previous ones; empty if it is not a spike.
 
-        That is by more than ``sigmas`` standard deviations of them above their mean; 0 finds none.
+        A spike is more than ``sigmas`` standard deviations above their mean; with 0 there are none.
         """
         if not sigmas or len(self.losses) < LEAST:
             return ""
@@ -59,14 +59,14 @@ class History:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
+        """Return the history as stored in a checkpoint."""
         return asdict(self)
 
     @classmethod
     def of(cls, training: dict[str, Any]) -> History:
-        """That of a checkpoint's ``training``; CheckpointError for one that no run wrote.
+        """Read the history from a checkpoint's ``training``; raise CheckpointError if it is malformed.
 
-        Checkpoints of earlier releases have none: their runs left out no step.
+        Checkpoints of earlier releases have none: their runs never left out a step.
         """
         state = training.get("history")
         if state is None:

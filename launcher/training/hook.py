@@ -1,4 +1,4 @@
-"""``StepHook``: what stands beside a training step, and ``Step``, the step under way as it sees it."""
+"""``StepHook``: an extension of the training step, and ``Step``, the running step as hooks see it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longctx.objectives.task import Counts
 
 @dataclass(kw_only=True)
 class Step:
-    """A step under way. What is known of it only later is unset until then."""
+    """A running step. Fields that become known later are unset until then."""
 
     number: int
     progress: Progress
@@ -58,31 +58,31 @@ class Step:
     _refusals: list[tuple[str, Callable[[float], bool]]] = field(default_factory=list)
 
     def refuse(self, why: str, when: Callable[[float], bool] = lambda norm: True) -> None:
-        """Have the update left out, or left out ``when`` the norm of its gradient is such. The same on every rank.
+        """Leave out the update, or only if ``when`` is true for the norm of its gradient. Call it on all ranks.
 
-        A ``when`` that holds the step keeps its data in memory.
+        A ``when`` that references the step keeps the step's data in memory.
         """
         self._refusals.append((why, when))
 
     def refused(self, norm: float) -> str:
-        """Return why an update with a gradient of this norm is refused; empty if it is not."""
+        """Return the reason for refusing an update with a gradient of this norm; empty if it is not refused."""
         return next((why for why, when in self._refusals if when(norm)), "")
 
 
 class StepHook:
-    """Looks at each step of a run, on every rank that has it in its list, in the list's order.
+    """Hook into each step of a run, called on every rank that has it in its list, in the list's order.
 
-    What is raised ends the run, and has to be raised on every rank: the others would wait in the next collective.
+    An exception ends the run, and must be raised on every rank: the others would wait in the next collective.
     """
 
     def before_forward(self, step: Step) -> None:
-        """Prepare: data and counts are there."""
+        """Prepare for the step; its data and counts are set."""
 
     def before_update(self, step: Step) -> None:
-        """Look at ``step.totals``, and ``refuse`` the update if need be. Nothing has changed yet."""
+        """Check ``step.totals``, and ``refuse`` the update if necessary. Nothing has changed yet."""
 
     def after_update(self, step: Step) -> None:
-        """Look at what was done: weights have changed, or the step was left out."""
+        """Process the result: weights have changed, or the step was left out."""
 
     def record(self, step: Step, record: Record) -> None:
-        """Add to the step's record, or read it. Its seconds are over."""
+        """Add to the step's record, or read it. The step's time has already been measured."""

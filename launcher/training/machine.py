@@ -1,4 +1,4 @@
-"""The ranks' machine as ``resolve`` sees it: what all of them have, asked of each."""
+"""The ranks' machine as ``resolve`` sees it: properties that all ranks have, gathered from each."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from parallel.runtime.device import device_name, free_bytes
 
 
 def device_of_ranks(device: torch.device) -> Machine:
-    """The kind of device, which rank 0 decides for all should the hosts differ. Collective."""
+    """Return the machine with rank 0's kind of device, which applies to all if hosts differ. Collective."""
     native = device.type == "cuda" or has_native_bfloat16()
     native, device_type = broadcast_object((native, device.type))
     return Machine(ranks=num_ranks(), device_type=device_type, native_bfloat16=native)
 
 
 def machine_of_ranks(machine: Machine, config: RunConfig, mesh: Mesh, device: torch.device) -> Machine:
-    """The ``machine`` with what the rest of ``config`` depends on: compilers and free memory. Collective."""
+    """Return the ``machine`` with the compilers and free memory that ``config`` depends on. Collective."""
     wish = config.train.compile
     if wish == "on" or (wish == AUTO and machine.device_type != "cpu"):
         problems = gather_objects(missing_for_compiling(device.type))
@@ -43,16 +43,16 @@ def machine_of_ranks(machine: Machine, config: RunConfig, mesh: Mesh, device: to
 
 
 def _with_memory(machine: Machine, mesh: Mesh, device: torch.device) -> Machine:
-    """The machine with the memory of the rank that has least of it free."""
+    """Return the machine with the free memory of the rank that has the least."""
     free = gather_objects((free_bytes(device), available_bytes(with_growth=True) // mesh.ranks_per_node))
     on_device, on_host = (min(of_ranks) for of_ranks in zip(*free, strict=True))
     world = World(ranks=mesh.world_size, ranks_per_node=mesh.ranks_per_node)
 
-    # Read once, and by the rank that asks: a profile that was measured lies in the working folder of rank 0.
+    # Read once, and by the calling rank: a measured profile is in rank 0's working folder.
     @cache
     def hardware() -> Hardware:
         profile = find_hardware(device_name(device)) or load_hardware("h100")
-        # What a program takes is taken already.
+        # The program's own memory is already allocated.
         return dataclasses.replace(profile, memory_bytes=on_device, host_memory_bytes=on_host, process_bytes=0)
 
     def is_enough(config: ResolvedConfig) -> bool:

@@ -1,4 +1,4 @@
-"""The module of a run, from its config: what ``pretrain`` trains and what ``plan --trace`` traces."""
+"""Build a run's module from its config, for ``pretrain`` to train and ``plan --trace`` to trace."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from parallel.parallelize import build_parallel_model
 def build_task(
     config: ResolvedConfig, mesh: Mesh, *, dispatcher: TokenDispatcher | None = None, device: str = "meta"
 ) -> Task:
-    """The decoder over the mesh's ranks, and its objective; weights are unset, on ``device``.
+    """Build the decoder over the mesh's ranks, and its objective, on ``device`` with unset weights.
 
-    ``dispatcher`` None is the mesh's.
+    ``dispatcher`` None uses the mesh's.
     """
     train, parallel = config.train, config.parallel
     communication_dtype = None
@@ -58,7 +58,7 @@ def build_task(
 
 
 def objective_of(config: ResolvedConfig) -> Objective:
-    """Return what a run's network is trained on."""
+    """Return the objective that a run's network is trained on."""
     train = config.train
     return Objective(
         train.objective,
@@ -71,26 +71,26 @@ def objective_of(config: ResolvedConfig) -> Objective:
 def build_layout(
     config: ResolvedConfig, mesh: Mesh, documents: PackedDocuments, *, of_source: bool = False
 ) -> SequenceLayout:
-    """Where the tokens of a micro-batch live, or those of its source; ``config`` has its layout settled."""
-    # An encoder sees both sides.
+    """Build the layout of a micro-batch's tokens, or of its source's; ``config`` has its layout settled."""
+    # An encoder is not causal.
     kind, causal = config.parallel.layout, config.model.config().causal and not of_source
     return SequenceLayout.build(kind, documents.num_tokens, mesh.context, documents, mesh.ulysses, causal=causal)
 
 
 def share_of(documents: PackedDocuments, config: ResolvedConfig, mesh: Mesh, *, of_source: bool = False) -> Share:
-    """Which tokens of a micro-batch with these documents, or of its source, are this rank's.
+    """Return this rank's share of the tokens of a micro-batch with these documents, or of its source.
 
     ``config`` has its layout settled.
     """
-    # Rows side by side need not divide by the ranks, nor do sources: padding behind them does.
+    # Concatenated rows need not divide by the number of ranks, nor do sources, so they are padded.
     padded = documents.padded(_num_padded(documents.num_tokens, config, of_source=of_source))
     layout = build_layout(config, mesh, padded, of_source=of_source)
-    # The plans of attention start from the same layout: it travels with the tokens.
+    # Attention is planned from the same layout, so it is passed along with the tokens.
     return Share(padded, layout.rank_runs(mesh.context_rank), layout)
 
 
 def _num_padded(num_tokens: int, config: ResolvedConfig, *, of_source: bool) -> int:
-    """The tokens of a micro-batch, or of its source, once it is padded for its ranks."""
+    """Return the number of tokens of a micro-batch, or of its source, once padded for its ranks."""
     if not of_source:
         return padded_tokens(config, num_tokens)
     parallel = config.parallel
@@ -102,9 +102,9 @@ Tokens = TypeVar("Tokens", bound=Stream)
 
 
 def shard_batch(batch: Tokens, config: ResolvedConfig, mesh: Mesh) -> Tokens:
-    """Return this rank's tokens of a whole micro-batch that did not come from a loader, on the CPU as it is.
+    """Return this rank's tokens of a full micro-batch that did not come from a loader; they stay on the CPU.
 
-    A stream becomes a batch after that: an objective's ``prepare`` sees a rank's tokens.
+    A stream becomes a batch afterwards: an objective's ``prepare`` sees a rank's tokens.
     """
     source = batch.source
     batch = _split(batch, config, mesh)
@@ -114,7 +114,7 @@ def shard_batch(batch: Tokens, config: ResolvedConfig, mesh: Mesh) -> Tokens:
 
 
 def _split(stream: Tokens, config: ResolvedConfig, mesh: Mesh, *, of_source: bool = False) -> Tokens:
-    """One side of a micro-batch."""
+    """Return this rank's tokens of a batch, or of its source."""
     stream = stream.padded(_num_padded(stream.documents.num_tokens, config, of_source=of_source))
     layout = build_layout(config, mesh, stream.documents, of_source=of_source)
     shard = stream.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))
@@ -122,7 +122,7 @@ def _split(stream: Tokens, config: ResolvedConfig, mesh: Mesh, *, of_source: boo
 
 
 def compiler_of(config: ResolvedConfig) -> str | None:
-    """``Execution.compiler`` of a config."""
+    """Return ``Execution.compiler`` for a config."""
     if config.train.compile == "on":
         return "inductor"
     return None

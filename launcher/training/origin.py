@@ -1,4 +1,4 @@
-"""Where a run begins: the checkpoint that it resumes from, or the one whose model and weights it starts with."""
+"""Origin of a run: the checkpoint that it resumes from, or the model and weights that it starts with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SECONDS_BETWEEN_NOTES = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a run begins."""
+    """Starting point of a run."""
 
     kind: Kind
     folder: Path | None = None
@@ -60,18 +60,18 @@ class Origin:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run's folder holds what an earlier start of it did."""
+        """True if the run's folder holds results of an earlier start."""
         return self.kind == "resumed" or self.begins_again
 
 
 def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Origin:
-    """Find what the run goes on from, and check that its model is the run's; nothing is read but manifests. Collective.
+    """Find the run's origin and check that its model matches the run's; only manifests are read. Collective.
 
-    CheckpointError on every rank alike where there is no such checkpoint, or its model differs too much.
+    Raise CheckpointError on every rank if there is no such checkpoint, or its model differs too much.
     """
 
     def find_on_rank_0() -> tuple[Path | None, bool] | None:
-        # Rank 0 alone looks and hashes; a warning about a checkpoint passed over is then printed once.
+        # Only rank 0 looks and hashes, so that a warning about a skipped checkpoint is printed once.
         if environment_rank()[0] != 0:
             return None
         store = None
@@ -81,7 +81,7 @@ def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Orig
                 check_unused(store)
         found = find_resume(run_folder, config.run.resume, store)
         if found is None and store is not None and config.run.resume == AUTO:
-            # One that could not be asked may have checkpoints.
+            # A checkpoint store that could not be read may have checkpoints.
             check_unused(store)
         return found, (run_folder / METRICS_FILE).exists()
 
@@ -95,7 +95,7 @@ def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Orig
 
 
 def _begins(resume: str, run_folder: Path, store: Store) -> bool:
-    """Whether a run begins here, with new weights or with what another one left: no other's store is taken for its."""
+    """Return True if the run begins here, with new or another run's weights, so its store must not be another run's."""
     if resume in NEWEST or resume.startswith(str(store)):
         return False
     return not list_checkpoints(run_folder)
@@ -107,7 +107,7 @@ def _resumed(folder: Path, model: ModelConfig) -> Origin:
     check_tensors(reader)
     check_training(reader)
     training = reader.manifest["training"]
-    # A checkpoint that was converted or upcycled has no loader state: it begins at step 0 of this run's data.
+    # A converted or upcycled checkpoint has no loader state: it begins at step 0 of this run's data.
     step = 0
     if "loader" in training:
         step = training["step"]
@@ -122,7 +122,7 @@ def _resumed(folder: Path, model: ModelConfig) -> Origin:
 
 
 def _started(start_from: str, model: ModelConfig) -> Origin:
-    """A checkpoint or a Hugging Face folder to start with; a new run without one."""
+    """Return the checkpoint or Hugging Face folder to start with; a new run if there is none."""
     if start_from == "no":
         return Origin(kind="new")
     folder, mtp = find_start(start_from), model.mtp_layers > 0
@@ -130,7 +130,7 @@ def _started(start_from: str, model: ModelConfig) -> Origin:
         if environment_rank()[0] == 0:
             from longctx.conversion.hf import HfReader
 
-            # Opening it checks names and shapes of all tensors: what cannot be converted is refused here.
+            # Opening it checks names and shapes of all tensors, so a folder that cannot be converted is refused here.
             HfReader(folder, mtp=mtp)
         return Origin(kind="started", folder=folder, model=started_model(start_from, mtp=mtp))
     reader = CheckpointReader(folder)
@@ -151,7 +151,7 @@ def carried_by(origin: Origin) -> Carried | None:
 
 
 def hf_type(origin: Origin) -> str | None:
-    """Hugging Face's type of the model that the weights were imported as, however often they were trained since."""
+    """Return Hugging Face's type of the model that the weights were imported from, before any training since."""
     if origin.folder is None:
         return None
     training = CheckpointReader(origin.folder).manifest["training"]
@@ -162,10 +162,10 @@ def hf_type(origin: Origin) -> str | None:
 
 
 def converted(origin: Origin, run_folder: Path) -> Origin:
-    """The origin as a checkpoint: a Hugging Face folder is converted into the run's folder. Collective.
+    """Return the origin as a checkpoint, after converting a Hugging Face folder into the run's folder. Collective.
 
-    Rank 0 converts, and the others wait as long as it takes. What an earlier start converted from the same files is
-    taken again.
+    Rank 0 converts, and the others wait without a time limit. A conversion of the same files by an earlier start is
+    reused.
     """
     if origin.folder is None or not is_hf_folder(origin.folder):
         return origin
@@ -176,18 +176,18 @@ def converted(origin: Origin, run_folder: Path) -> Origin:
 
 
 def _convert(source: Path, output: Path, *, mtp: bool) -> None:
-    """Write a Hugging Face folder as a checkpoint, unless it was written from the same files before."""
+    """Write a Hugging Face folder as a checkpoint, unless that was already done from the same files."""
     mark = _mark_of(source)
     if mtp:
-        # The same files are another model then.
+        # With MTP the same files give another model.
         mark += "-mtp"
     if _is_converted(output, mark):
         log.info("%s was converted before: %s is taken.", source, output)
         return
-    # Imports that a run without a conversion is spared.
+    # Imported only for a conversion, to spare other runs the time.
     from longctx.conversion import import_hf
 
-    # Of another source, and made by us: nothing else is in it.
+    # From another source, and written by us: it holds no other files.
     shutil.rmtree(output, ignore_errors=True)
     _check_disk(source, output, mtp=mtp)
     started = noted = time.monotonic()
@@ -203,7 +203,7 @@ def _convert(source: Path, output: Path, *, mtp: bool) -> None:
 
 
 def _is_converted(output: Path, mark: str) -> bool:
-    """Whether the folder is a whole checkpoint that was converted from these files."""
+    """Return True if the folder is a complete checkpoint that was converted from these files."""
     if not (output / MANIFEST).is_file():
         return False
     try:
@@ -214,7 +214,7 @@ def _is_converted(output: Path, mark: str) -> bool:
 
 
 def _mark_of(source: Path) -> str:
-    """A hash of the folder's files by name, size and time of change: other weights under the old names change it."""
+    """Hash the folder's files by name, size and modification time: new weights under old names change the hash."""
     paths = [*source.iterdir(), *find_templates(source).values()]
     stats = {str(path.relative_to(source)): path.stat() for path in sorted(paths) if path.is_file()}
     files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()]
@@ -222,7 +222,7 @@ def _mark_of(source: Path) -> str:
 
 
 def _check_disk(source: Path, output: Path, *, mtp: bool) -> None:
-    """CheckpointError where the float32 masters of the model would fill the disk."""
+    """Raise CheckpointError if the float32 masters of the model would fill the disk."""
     needed = 4 * sum(count_parameters(started_model(str(source), mtp=mtp)).values())
     output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(output.parent).free

@@ -1,4 +1,4 @@
-"""The place of a run: its folder, log and devices, checked before anything is opened or built."""
+"""Place of a run: its folder, log and devices, checked before anything is opened or built."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 
 def prepare_place(config: ResolvedConfig, model: ModelConfig, mesh: Mesh, device: torch.device) -> Path:
-    """Check memory, folders, disks and packages, hold the run's folder and begin the ranks' logs. Collective.
+    """Check memory, folders, disks and packages, lock the run's folder and start the ranks' logs. Collective.
 
-    Returns the folder. ConfigError on every rank for what cannot be had.
+    Returns the folder. Raises ConfigError on every rank if a check fails.
     """
     check_device(zero_options(config.zero), device.type)
     on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
@@ -44,10 +44,10 @@ def prepare_place(config: ResolvedConfig, model: ModelConfig, mesh: Mesh, device
 
 
 def check_swap_folders(config: ResolvedConfig, model: ModelConfig, world_size: int, ranks_here: int) -> None:
-    """ConfigError unless ``zero.nvme_path`` and ``train.store_path`` can be written and have room for this machine's
-    ranks.
+    """Raise ConfigError unless ``zero.nvme_path`` and ``train.store_path`` can be written and have room for this
+    machine's ranks.
 
-    Nothing happens where the run swaps nothing. The log says how much it will be.
+    Does nothing if the run does not swap. Logs the number of bytes.
     """
     need = memory_of_rank(config, model, world_size)
     if config.zero.nvme_path:
@@ -57,13 +57,13 @@ def check_swap_folders(config: ResolvedConfig, model: ModelConfig, world_size: i
 
 
 def _check(config: ResolvedConfig, key: str, path: str, need: int, ranks_here: int) -> None:
-    """ConfigError unless the folder has room for ``need`` bytes of each rank."""
+    """Raise ConfigError unless the folder has room for ``need`` bytes of each rank."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         is_direct = SwapFile(Path(path)).is_direct
         free = shutil.disk_usage(path).free
     except (OSError, ValueError) as error:
-        # ValueError is what a null character in the name gives.
+        # A null character in the name gives ValueError.
         raise ConfigError(
             f"{key}={path!r} cannot be written: {error}.\n"
             "Choose a folder that you may write to, on a disk of this machine with free space."

@@ -1,11 +1,11 @@
-"""Routing files: each step's choice of experts, written by one run and followed by another.
+"""Routing files: choices of experts in each step, written by one run and followed by another.
 
 A run that records (``train.record_routing``) writes ``step_NNNNNN.safetensors`` after every step: for each layer with
-experts the ids that every token chose, tokens in the order of the loader's rows and not in that of any rank. So a run
-with other degrees, another layout or accumulation, or in another precision, can make the same choices
-(``train.replay_routing``); what is left between the two is rounding.
+experts the ids chosen by every token, with tokens in the order of the loader's rows rather than of any rank. So a run
+with other degrees, layout, accumulation or precision can make the same choices (``train.replay_routing``); the two
+then differ by rounding only.
 
-Axes: L expert layers, T tokens of the step (padding included), N those of this rank, k experts a token.
+Axes: L expert layers, T tokens of the step (padding included), N tokens of this rank, k experts per token.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Order = dict[str, Any]
 
 
 class RoutingFiles:
-    """Records the routing of a run, replays that of another, or both; does nothing where neither is asked for."""
+    """Recorder and replayer of routing; does nothing if neither is requested."""
 
     def __init__(self, record: str, replay: str, model: ModelConfig, tokens_per_step: int) -> None:
-        """``record`` and ``replay`` are folders, or "no"."""
+        """Record to and replay from these folders; "no" disables either."""
         self._record = _folder_or_none(record)
         self._replay = _folder_or_none(replay)
         self._layers, self._tokens = expert_layers(model), tokens_per_step
@@ -57,36 +57,36 @@ class RoutingFiles:
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to do in a step."""
+        """True if steps record or replay."""
         return self._record is not None or self._replay is not None
 
     def prepare(self, steps: range, *, resumes: bool) -> None:
-        """Make the folder to record to, and look that every step to replay is there. By every rank.
+        """Create the folder to record to, and check that every step to replay exists. Called by every rank.
 
-        ConfigError when another run's files lie in the first, DataError when a step is missing in the second.
+        Raises ConfigError if the first holds another run's files, DataError if the second lacks a step.
         """
         if self._record is not None:
             _make_folder(self._record, resumes=resumes)
         if self._replay is not None:
-            # Now rather than at the step itself, which may be hours away.
+            # Check now rather than at the step itself, which may be hours away.
             _check_steps(self._replay, steps)
 
     def begin(self, step: int, order: Order, token_indices: Sequence[Tensor]) -> None:
-        """Prepare for a step; ``token_indices`` [N] say which of the step's tokens each micro-batch of this rank has.
+        """Prepare for a step; ``token_indices`` [N] are the step's token indices of each micro-batch on this rank.
 
-        −1 is none of them: padding. Collective when replaying: DataError on every rank where a file is damaged, or was
+        −1 marks padding. Collective when replaying: raises DataError on every rank if a file is damaged, or was
         recorded with another model or over other rows.
         """
         self._step, self._order, self._token_indices = step, order, list(token_indices)
         if self._replay is not None:
-            # The file is of the whole step; each rank picks its own tokens, so any degree may replay it.
+            # The file has all tokens of the step; each rank picks its own, so any degree can replay it.
             ids_LTk = on_every_rank(lambda: self._read(step, order))
             self._replays = [RoutingReplay([_own(ids, own) for ids in ids_LTk]) for own in token_indices]
         elif self._record is not None:
             self._replays = [RoutingReplay() for _ in token_indices]
 
     def replay(self, micro_batch: int) -> RoutingReplay | None:
-        """The choices that a micro-batch's forward pass records or follows."""
+        """Return the choices that a micro-batch's forward pass records or follows."""
         if not self._replays:
             return None
         return self._replays[micro_batch]
@@ -103,15 +103,15 @@ class RoutingFiles:
             if ids_LTk is not None:
                 _write(path, self._names(), ids_LTk, metadata)
 
-        # All ranks wait for the one that writes: a full disk ends the run on every rank alike.
+        # All ranks wait for the one that writes, so that a full disk ends the run on every rank.
         on_every_rank(write)
 
     def _names(self) -> list[str]:
-        """The file's tensors, one a layer with experts."""
+        """Return the names of the file's tensors, one per layer with experts."""
         return [f"model.layers.{layer}.mlp.chosen_experts" for layer in self._layers]
 
     def _metadata(self, step: int, order: Order) -> dict[str, Any]:
-        """What must be equal in the run that records and the one that replays."""
+        """Return the values that must be equal in the recording and the replaying run."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -122,7 +122,7 @@ class RoutingFiles:
         }
 
     def _read(self, step: int, order: Order) -> list[Tensor]:
-        """The step's ids by layer [T, k], as stored."""
+        """Return the step's ids by layer [T, k], as stored."""
         assert self._replay is not None
         path = _path(self._replay, step)
         try:
@@ -134,7 +134,7 @@ class RoutingFiles:
         shape = (self._tokens, self._model["experts_per_token"])
         for name, found in zip(self._names(), ids, strict=True):
             low, high = (int(x) for x in found.aminmax())
-            # An id beyond the experts would index past the dispatcher's counts, far from the file that is to blame.
+            # An id beyond the experts would index past the dispatcher's counts, far from the faulty file.
             if found.shape != shape or low < -1 or high >= self._model["num_experts"]:
                 raise DataError(
                     f"{path} is damaged: {name} has shape {tuple(found.shape)} and ids from {low} to {high}; it needs "
@@ -144,14 +144,14 @@ class RoutingFiles:
 
 
 def smallest_dtype(num_experts: int) -> torch.dtype:
-    """The integer dtype that holds every expert's id, and −1 for an assignment that was dropped."""
+    """Return the smallest integer dtype that holds all expert ids, and −1 for a dropped assignment."""
     return next(t for t in (torch.int8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(t).max)
 
 
 def gather_tokens(ids_LNk: Tensor, token_indices_N: Tensor, num_tokens: int) -> Tensor | None:
-    """Every rank's ids in the order of the step's tokens, [L, T, k] on rank 0, None elsewhere. Collective.
+    """Gather all ranks' ids in the order of the step's tokens: [L, T, k] on rank 0, None elsewhere. Collective.
 
-    Ranks hold equally many tokens, and together each of the ``num_tokens`` once, and padding, whose index is −1.
+    Ranks hold equally many tokens: together each of the ``num_tokens`` once, and padding with index −1.
     """
     parts_LNk, parts_N = _gather(ids_LNk), _gather(token_indices_N)
     if parts_LNk is None or parts_N is None:
@@ -166,16 +166,16 @@ def gather_tokens(ids_LNk: Tensor, token_indices_N: Tensor, num_tokens: int) -> 
 
 
 def _own(ids_Tk: Tensor, token_indices_N: Tensor) -> Tensor:
-    """The choices of one rank's tokens [N, k]; no expert for padding."""
+    """Return the choices of one rank's tokens [N, k]; padding has no expert."""
     ids_Nk = ids_Tk[token_indices_N.clamp(min=0)]
     return ids_Nk.where(token_indices_N[:, None] >= 0, NO_EXPERT)
 
 
 def _gather(own: Tensor) -> list[Tensor] | None:
-    """Every rank's tensor, of one shape, on rank 0."""
+    """Gather every rank's tensor, all of one shape, on rank 0."""
     if num_ranks() == 1:
         return [own]
-    # As bytes: gloo has no 16-bit integers.
+    # As bytes, since gloo has no 16-bit integers.
     parts = Communicator().gather(rows_as_bytes(own), world_group(), doing="gathering choices of experts to record")
     if parts is None:
         return None
@@ -183,7 +183,7 @@ def _gather(own: Tensor) -> list[Tensor] | None:
 
 
 def _folder_or_none(setting: str) -> Path | None:
-    """The folder that an option names; None for "no"."""
+    """Return the folder that an option names; None for "no"."""
     if setting == "no":
         return None
     return Path(setting)
@@ -207,7 +207,7 @@ def _make_folder(folder: Path, *, resumes: bool) -> None:
 
 
 def _check_steps(folder: Path, steps: range) -> None:
-    """DataError unless the folder has a file for each of these steps."""
+    """Raise DataError unless the folder has a file for each of these steps."""
     missing = [step for step in steps if not _path(folder, step).is_file()]
     if not missing:
         return
@@ -223,7 +223,7 @@ def _check_steps(folder: Path, steps: range) -> None:
 
 
 def _write(path: Path, names: Sequence[str], ids_LTk: Tensor, metadata: dict[str, Any]) -> None:
-    """Write the file so that it appears whole or not at all."""
+    """Write the file atomically."""
     tensors = {name: ids_Tk.contiguous() for name, ids_Tk in zip(names, ids_LTk, strict=True)}
     try:
         with replaced_file(path) as temporary:
@@ -233,7 +233,7 @@ def _write(path: Path, names: Sequence[str], ids_LTk: Tensor, metadata: dict[str
 
 
 def _check_metadata(path: Path, stored: str | None, wanted: dict[str, Any]) -> None:
-    """DataError unless the file is of this step of a run like this one."""
+    """Raise DataError unless the file is of this step and of a run like this one."""
     try:
         found = parse_json((stored or "").encode())
     except ValueError:
@@ -242,7 +242,7 @@ def _check_metadata(path: Path, stored: str | None, wanted: dict[str, Any]) -> N
         raise DataError(f"{path} is no routing file of this release: train.record_routing writes them.")
     if found.get("step") != wanted["step"]:
         raise DataError(f"{path} is of step {found.get('step')}, by what stands in it. Do not rename routing files.")
-    # Ids of another model or of other tokens would be followed without complaint: shapes often agree.
+    # Without this check, ids of another model or other tokens would be followed silently: shapes often agree.
     for what, key, mend in (
         ("with another model", "model", "Replay with the experts and layers that recorded it."),
         ("over other rows", "data", "Replay with the same data.train, data.seq_len, run.seed and steps before."),

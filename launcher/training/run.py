@@ -1,4 +1,4 @@
-"""``Run``, what the steps of a run share, and ``Progress``, where it stands between two of them."""
+"""``Run``: shared state of a run's steps, and ``Progress``: its position between two of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from parallel.zero.engine import ZeroEngine
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run stands between two steps. Each step returns a new one."""
+    """Position of a run between two steps. Each step returns a new one."""
 
     step: int = 0
     """Optimiser steps taken."""
@@ -47,13 +47,13 @@ class Progress:
     """Whether the validation after this step was left out, or broken off, because of that."""
 
     def state(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
+        """Return the progress as stored in a checkpoint."""
         expert_load = []
         if self.expert_load_LE is not None:
             expert_load = self.expert_load_LE.tolist()
         return {
             "step": self.step,
-            # Fewer where some were left out. The optimiser corrects its moments' beginning by this number.
+            # Fewer if some were left out. The optimizer corrects its moments' beginning by this number.
             "optimizer_steps": self.step - self.history.skipped,
             "expert_load": expert_load,
             "history": self.history.state(),
@@ -63,7 +63,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the steps of a run share. Built once, by ``build_run``; nothing in it is replaced afterwards."""
+    """Shared state of a run's steps. Built once, by ``build_run``; its fields are never replaced."""
 
     config: ResolvedConfig
     model: ModelConfig
@@ -91,12 +91,12 @@ class Run:
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this process writes the run's files and the console."""
+        """True if this process writes the run's files and the console."""
         return self.mesh.rank == 0
 
     @cached_property
     def feed(self) -> StepFeed:
-        """The data of the steps to come, in their order."""
+        """Data of the remaining steps, in order."""
         measure = None
         if self.is_rank_0 and self.config.parallel.tokens_per_rank:
             measure = partial(degrees_of, causal=self.model.causal)
@@ -113,36 +113,36 @@ class Run:
 
     @cached_property
     def saver(self) -> Saver:
-        """What saves the run's checkpoints."""
+        """Writer of the run's checkpoints."""
         step, ranks_here = self.progress.step, self.mesh.ranks_per_node
         beside = self.tokenizer_files, self.carried
         return run_saver(self.config, self.engine, self.model, *beside, step=step, ranks_here=ranks_here)
 
     @property
     def expert_layers(self) -> list[int]:
-        """The layers that have experts: the rows of every tensor with an L axis."""
+        """Layers that have experts: the rows of every tensor with an L axis."""
         return expert_layers(self.model)
 
     def place(self, documents: PackedDocuments) -> Share:
-        """Which tokens of a micro-batch with these documents are this rank's."""
+        """Return this rank's share of the tokens of a micro-batch with these documents."""
         return share_of(documents, self.config, self.mesh)
 
     def place_source(self, documents: PackedDocuments) -> Share:
-        """Which tokens of a micro-batch's source are this rank's."""
+        """Return this rank's share of the tokens of a micro-batch's source."""
         return share_of(documents, self.config, self.mesh, of_source=True)
 
     def first_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """The indices, among all tokens of a step, of the first ones of its rows of these numbers."""
+        """Return the indices, among all tokens of a step, of the first tokens of these rows."""
         return tuple(row * self.config.data.seq_len for row in rows)
 
     def first_source_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """The same of the rows of sources."""
+        """Return the same for the rows of sources."""
         return tuple(row * self.config.data.source_seq_len for row in rows)
 
     def token_indices(self, data: StepData) -> list[Tensor]:
-        """For each of a step's micro-batches the indices, among all tokens of the step, of those on this rank.
+        """Return, for each of a step's micro-batches, the indices of this rank's tokens among all tokens of the step.
 
-        −1 for what pads a micro-batch for its ranks.
+        −1 marks padding of a micro-batch for its ranks.
         """
         found, row_tokens = [], self.config.data.seq_len
         for rows, shard in zip(data.rows, data.shards, strict=True):

@@ -1,4 +1,4 @@
-"""``build_run``: everything of a run that is built once, before its first step."""
+"""``build_run``: builds all parts of a run once, before its first step."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from parallel.zero.optimizer import OptimizerOptions
 
 
 def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) -> Run:
-    """Resolve what was asked for, check and build everything; every rank alike. The process group must be up.
+    """Resolve the config, check and build everything, on all ranks. Requires a process group. Collective.
 
-    Without a ``stop`` nothing asks the run to end before its last step.
-    Collective. What a resumed run did after its checkpoint is still in the folder: ``Trainer.train`` sets it aside.
+    Without a ``stop`` the run cannot be asked to end before its last step.
+    If resumed, results after its checkpoint are still in the folder: ``Trainer.train`` sets them aside.
     """
     machine = device_of_ranks(device)
     settled = settle(asked, machine)
-    # The leanest that it may come to: nothing is known of the data yet, and of the memory only what a run is sure of.
+    # The leanest possible result: the data is unknown yet, and of the memory only the least that the run needs.
     config = resolve(settled, replace(machine, fits=lambda _: False), Data(is_packed=True))
     model, parallel = config.model.config(), config.parallel
     mesh = Mesh.build(
@@ -51,15 +51,15 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
     folder = prepare_place(config, model, mesh, device)
 
     begin("opening the data")
-    # Before anything is allocated: what the run goes on from, and what it reads.
+    # Before any allocation: find the run's origin and its data.
     origin = find_origin(config, model, folder)
     loader, validation, tokenizer_files = open_data(config, model, mesh, origin)
     machine = machine_of_ranks(machine, settled, mesh, device)
-    # Rank 0 for all: a profile that was measured lies in its working folder.
+    # Rank 0 decides for all: a measured profile is in its working folder.
     config, choices = on_rank_0(lambda: _resolved(settled, machine, loader, has_held_out=validation is not None))
     for choice in choices:
         say_choice(choice)
-    # The others wait: rank 0 alone needs a first block of rows now.
+    # The others wait: only rank 0 needs a first block of rows now.
     expected = on_rank_0(lambda: say_start(config, model, device, origin, loader, mesh=mesh))
     origin = converted(origin, folder)
     carried = None
@@ -72,7 +72,7 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
     begin("setting the weights", disk=True)
     progress = set_weights(origin, engine, model, seed=config.run.seed)
 
-    # Last, because only now the steps that this process takes are known.
+    # Last, because the steps that this process takes are only known now.
     train = config.train
     routing = RoutingFiles(train.record_routing, train.replay_routing, model, train.tokens_per_step)
     steps = range(progress.step + 1, config.last_step + 1)
@@ -100,9 +100,9 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
 def _resolved(
     settled: RunConfig, machine: Machine, loader: Loader, *, has_held_out: bool
 ) -> tuple[ResolvedConfig, list[Choice]]:
-    """Return the config of the run, and what was chosen for it."""
+    """Return the config of the run, and the choices made for it."""
     choices: list[Choice] = []
-    # Lengths of documents are read for the layout alone.
+    # Document lengths are only read to choose the layout.
     is_packed = settled.parallel.layout == AUTO and leaves_remainders(loader.folders, settled.data.seq_len)
     data = Data(is_packed=is_packed, has_held_out=has_held_out, name=str(settled.data.train))
     return resolve(settled, machine, data, say=choices.append), choices
@@ -112,7 +112,7 @@ log = logging.getLogger(__name__)
 
 
 def build_engine(config: ResolvedConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
-    """Return the model over the mesh's ranks, under ZeRO; its weights are unset."""
+    """Build the model over the mesh's ranks, under ZeRO, with unset weights."""
     train = config.train
     options = OptimizerOptions(
         name=train.optimizer,
@@ -133,9 +133,9 @@ def build_engine(config: ResolvedConfig, mesh: Mesh, *, accumulation: int) -> Ze
 
 
 def set_weights(origin: Origin, engine: ZeroEngine, model: ModelConfig, *, seed: int) -> Progress:
-    """Set the weights: from a run's checkpoint with its moments, from other weights, or drawn. Collective.
+    """Set the weights: from a run's checkpoint with its moments, from other weights, or at random. Collective.
 
-    Returns where the run stands.
+    Returns the run's progress.
     """
     if origin.kind == "resumed":
         return _resume(origin, engine, model)
@@ -147,7 +147,7 @@ def set_weights(origin: Origin, engine: ZeroEngine, model: ModelConfig, *, seed:
 
 
 def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
-    """Take weights and moments from a checkpoint; return where its run stood. Collective."""
+    """Load weights and moments from a checkpoint; return its run's progress. Collective."""
     assert origin.folder is not None
     training = load_checkpoint(origin.folder, engine, model).manifest["training"]
     load_LE = None
@@ -159,7 +159,7 @@ def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
 
 
 def _start(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> None:
-    """Take a checkpoint's weights and nothing else. Collective."""
+    """Load only a checkpoint's weights. Collective."""
     assert origin.folder is not None
     load_weights(origin.folder, engine, model)
     log.info("Started from the weights of %s.", origin.folder)

@@ -1,4 +1,4 @@
-"""What a run says before its first step: what it is, what it may not have meant, and what it will take."""
+"""Messages before a run's first step: its description, warnings about likely mistakes, and its expected cost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def say_choice(choice: Choice) -> None:
-    """Log what a step of ``resolve`` chose, and why."""
+    """Log the choice of a step of ``resolve``, and the reason."""
     level = logging.INFO
     if choice.is_warning:
         level = logging.WARNING
@@ -53,7 +53,7 @@ def say_start(
     *,
     mesh: Mesh,
 ) -> Expected:
-    """Log what the run is, what it may not have meant, and what it will take; ConfigError if it has less memory."""
+    """Log the run's description, warnings and expected cost; raise ConfigError if memory is insufficient."""
     start = Start(
         config=config,
         model=model,
@@ -84,7 +84,7 @@ def say_start(
 
 
 def first_degrees(config: ResolvedConfig, mesh: Mesh, loader: Loader) -> list[Degrees]:
-    """Return how the micro-batches of the next step come to lie on this rank's group; none if the degree is fixed."""
+    """Return the placement of the next step's micro-batches on this rank's group; empty if the degree is fixed."""
     if not config.parallel.tokens_per_rank:
         return []
     found = []
@@ -96,7 +96,7 @@ def first_degrees(config: ResolvedConfig, mesh: Mesh, loader: Loader) -> list[De
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """One step of the rank that needs most, and of the one that takes longest."""
+    """Estimate of a step: bytes of the rank that needs most, and seconds of the slowest one."""
 
     hardware: str
     bytes: StepBytes
@@ -108,7 +108,7 @@ class Expected:
     """That this process takes."""
 
     def line(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         b = self.bytes
         parts = {
             "program": b.process,
@@ -128,7 +128,7 @@ class Expected:
         return f"{line}; {total:.3g} s a step, {short_duration(total * self.steps)} for all steps, as {self.hardware}."
 
     def record(self, step: int) -> Record:
-        """The same for metrics.jsonl."""
+        """Return the same for metrics.jsonl."""
         found: Record = {
             "kind": "event",
             "event": "plan",
@@ -146,12 +146,12 @@ class Expected:
 def expect(
     config: ResolvedConfig, world: World, documents: PackedDocuments, *, device_name: str, steps: int
 ) -> Expected:
-    """The arithmetic for a settled ``config``; ``documents`` are those of a micro-batch on this rank's context group.
+    """Estimate a step for a settled ``config``; ``documents`` are a micro-batch's on this rank's context group.
 
     ``device_name`` is "cpu" or a GPU's name.
     """
     known = find_hardware(device_name)
-    # Bytes do not depend on how fast a GPU is.
+    # Bytes do not depend on the GPU's speed.
     hardware = known or load_hardware("h100")
     if hardware.device_type == "cpu":
         resident = psutil.Process().memory_info().rss
@@ -165,9 +165,9 @@ def expect(
 
 
 def find_hardware(device_name: str) -> Hardware | None:
-    """The profile of a run's devices: the one that ``measure`` left in the working folder, else a shipped one.
+    """Return the profile of a run's devices: one that ``measure`` left in the working folder, or an included one.
 
-    None for a GPU that neither describes. ConfigError where the measured one cannot be read.
+    Return None for a GPU without either. Raise ConfigError if the measured one cannot be read.
     """
     device_type = "cuda"
     if device_name == "cpu":
@@ -183,12 +183,12 @@ def find_hardware(device_name: str) -> Hardware | None:
 
 
 def check_planned_memory(config: ResolvedConfig, expected: Expected, *, ranks_here: int, free_bytes: int) -> None:
-    """ConfigError where a rank's peak is more than is free; ``free_bytes`` are a GPU's, or for all ranks."""
+    """Raise ConfigError if a rank's peak exceeds free memory; ``free_bytes`` are a GPU's, or for all ranks."""
     if not config.run.memory_check:
         return
     needs, whose = expected.bytes.peak, "on its GPU"
     if expected.bytes.process:
-        # What the ranks hold already is not among what is free.
+        # The ranks' current memory is not part of the free memory.
         needs, whose = ranks_here * (needs - expected.bytes.process), f"for the {ranks_here} of this machine"
     if needs <= free_bytes:
         return

@@ -1,4 +1,4 @@
-"""``TrainStep``: one optimiser step, readable from top to bottom."""
+"""``TrainStep``: one optimizer step, readable from top to bottom."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ H = TypeVar("H", bound=StepHook)
 
 
 class TrainStep:
-    """Takes a run's optimiser steps, one a call; what looks at them is in ``launcher/training/hooks``."""
+    """Taker of a run's optimizer steps, one per call; hooks into them are in ``launcher/training/hooks``."""
 
     def __init__(self, run: Run, hooks: Sequence[StepHook] | None = None) -> None:
-        """``hooks`` None are those that the run's config asks for."""
+        """Use these hooks; None uses those that the run's config asks for."""
         self.run = run
         self.hooks = step_hooks(run) if hooks is None else list(hooks)
 
     def __call__(self, progress: Progress) -> tuple[Progress, Record]:
-        """Take the next step; returns where the run then stands, and the step's record.
+        """Take the next step; return the run's progress after it, and the step's record.
 
-        A hook may refuse the update: the step is then left out, on every rank alike. Collective.
+        A hook may refuse the update: the step is then left out on all ranks. Collective.
         """
         run, number, started = self.run, progress.step + 1, time.perf_counter()
-        # If the run hangs, what a rank was in is named.
+        # If the run hangs, the activity of each rank is reported.
         begin("waiting for data", step=number)
         with ExitStack() as scope:
             # 1. The step's rows, and this rank's shard of each micro-batch. The next step's are prepared meanwhile.
@@ -61,7 +61,7 @@ class TrainStep:
             )
 
             # 2. Counts over all ranks come before the first backward: they divide each shard's part of the loss, so
-            # that the step's loss is one sum over one count whatever the degrees and the accumulation.
+            # that the step's loss is one sum over one count for any degrees and accumulation.
             begin("counting tokens")
             step.counts = sum_counts(run.engine.model.count(data.shards))
             for hook in self.hooks:
@@ -72,13 +72,13 @@ class TrainStep:
             step.loss = run.engine.model.mean_loss(step.totals.sums, step.counts)
             step.lr = learning_rate(number, run.config.train)
 
-            # 3. Weights and moments change only if no hook refuses that, and the gradient is finite.
+            # 3. Weights and moments change only if no hook refuses the update and the gradient is finite.
             for hook in self.hooks:
                 hook.before_update(step)
             try:
                 step.grad_norm = run.engine.step(step.lr, lambda norm: not step.refused(norm))
             except GradientError as error:
-                # Its frames hold the step's tensors.
+                # Drop the traceback, whose frames hold the step's tensors.
                 step.failure = error.with_traceback(None)
             load_LE = self._balance(step)
             for hook in self.hooks:
@@ -86,7 +86,7 @@ class TrainStep:
             if step.failure is not None and not step.skipped:
                 raise step.failure
 
-        # 4. What the step reports. The clock stops here: metrics and checkpoints are not the step's time.
+        # 4. The step's report. The clock stops here: metrics and checkpoints are not part of the step's time.
         record = self._record(step, seconds=time.perf_counter() - started)
         for hook in self.hooks:
             hook.record(step, record)
@@ -94,15 +94,15 @@ class TrainStep:
         return after, record
 
     def forward_backward(self, step: Step) -> StepSums:
-        """Add up the gradients of the step's micro-batches; returns this rank's sums of what they report."""
+        """Accumulate the gradients of the step's micro-batches; return this rank's sums of their reported values."""
         run, sums, load_LE = self.run, StepSums(), None
         if step.progress.expert_load_LE is not None:
             load_LE = load_share(step.progress.expert_load_LE).to(run.device)
         for number, (rows, shard) in enumerate(zip(step.data.rows, step.data.shards, strict=True)):
             for each in step.each_micro_batch:
                 each(number)
-            # Dropout and jitter depend on the run's seed, the step and a token's index in it, and on nothing else:
-            # another degree or a resumed run draws the same numbers.
+            # Dropout and jitter depend only on the run's seed, the step and a token's index in it, so another degree or
+            # a resumed run draws the same numbers.
             training_pass = TrainingPass(
                 seed=run.config.run.seed * 0x9E3779B1 + step.progress.step,
                 first_tokens=run.first_tokens(rows),
@@ -110,7 +110,7 @@ class TrainStep:
                 expert_load_LE=load_LE,
                 replay=step.choices(number),
             )
-            # One micro-batch at a time is on the device; backward frees its activations.
+            # Only one micro-batch at a time is on the device; backward frees its activations.
             loss = run.engine.forward(shard.unpack(run.device, run.engine.model.prepare), training_pass)
             run.engine.backward(run.engine.model.loss(loss, step.counts))
             sums.add(loss)
@@ -121,10 +121,10 @@ class TrainStep:
         return next((hook for hook in self.hooks if isinstance(hook, kind)), None)
 
     def _balance(self, step: Step) -> Tensor | None:
-        """Move the routers' selection bias by the step's load (arXiv 2408.15664), which is returned.
+        """Move the routers' selection bias by the step's load (arXiv 2408.15664), and return the load.
 
-        After the optimiser, so that forward and backward have seen one bias. The balance loss of the next step may read
-        the load too: that of the step before, if this one was left out.
+        After the optimizer, so that forward and backward use the same bias. The balance loss of the next step may also
+        read the load, or the previous step's if this one was left out.
         """
         run = self.run
         if not run.model.num_experts or step.failure is not None:
@@ -139,7 +139,7 @@ class TrainStep:
         return {
             "kind": "train",
             "step": step.number,
-            # Of conversations that are longer than a row none may count: there is no loss then.
+            # Conversations longer than a row may have no counted token: there is no loss then.
             "loss": step.loss if run.engine.model.num_counted(counts) else None,
             "lr": step.lr,
             "grad_norm": step.grad_norm,
@@ -153,8 +153,8 @@ class TrainStep:
 
 
 def _model_flops(run: Run, data: StepData) -> float:
-    """This rank's part of the step's model FLOPs: the ranks of a sequence count it whole and divide it."""
-    # From the whole batch: a causal shard's attention depends on what lies on the other ranks.
+    """Return this rank's part of the step's model FLOPs: the ranks of a sequence each count all of it and divide it."""
+    # From the full batch: a causal shard's attention depends on tokens on other ranks.
     head_share = run.config.head_share
     sides = zip(data.lengths, data.source_lengths, strict=True)
     flops = sum(training_flops(run.model, *lengths, head_share=head_share) for lengths in sides)
@@ -162,15 +162,15 @@ def _model_flops(run: Run, data: StepData) -> float:
 
 
 def source_record(order: Mapping[str, Any]) -> Record:
-    """Tokens that the run has taken of each source of a mixture, by the loader's state; no field of one folder."""
-    # Of one folder, ``tokens`` says it.
+    """Return the tokens taken of each source of a mixture, by the loader's state; no field for a single folder."""
+    # For a single folder, ``tokens`` is the same.
     if "sources" not in order:
         return {}
     return {"source_tokens": {name: source["tokens"] for name, source in order["sources"].items()}}
 
 
 def degree_record(degrees: Sequence[Degrees]) -> Record:
-    """The fields of a train record about the degrees of its documents; none where the degree is fixed."""
+    """Return a train record's fields about the degrees of its documents; none if the degree is fixed."""
     if not degrees:
         return {}
     ranks = [n for of_batch in degrees for n in of_batch.ranks]
@@ -182,7 +182,7 @@ def degree_record(degrees: Sequence[Degrees]) -> Record:
 
 
 def _speed(run: Run, counts: Counts, totals: StepTotals, *, seconds: float, waited: float) -> Record:
-    """The fields of a train record about time, memory and work."""
+    """Return a train record's fields about time, memory and work."""
     world_size = run.mesh.world_size
     # None on a CPU, and on a GPU whose data sheet we do not have: then there is no MFU either.
     peak_flops = peak_device_flops(device_name(run.device), run.config.train.dtype)
@@ -200,7 +200,7 @@ def _speed(run: Run, counts: Counts, totals: StepTotals, *, seconds: float, wait
 
 
 def pair_record(totals: StepTotals, counts: Counts) -> Record:
-    """The fields of a train record about the pair head; none without one."""
+    """Return a train record's fields about the pair head; none without one."""
     if "pair" not in totals.sums:
         return {}
     pairs = max(1, counts["pairs"])
@@ -208,19 +208,19 @@ def pair_record(totals: StepTotals, counts: Counts) -> Record:
 
 
 def mtp_record(totals: StepTotals, counts: Counts) -> Record:
-    """The field of a train record about multi-token prediction; none without it."""
+    """Return a train record's field about multi-token prediction; none without it."""
     if "mtp_nll" not in totals.sums:
         return {}
     return {"mtp_loss": totals.sums["mtp_nll"] / max(1, counts["ahead"])}
 
 
 def expert_record(totals: StepTotals, layers: Sequence[int], num_tokens: int) -> Record:
-    """The fields of a train record about experts, empty lists in a dense model. Formulas: ``docs/run-folder.md``.
+    """Return a train record's fields about experts, empty lists in a dense model. Formulas: ``docs/run-folder.md``.
 
     ``num_tokens`` is the step's, without padding.
     """
     loads, routers = totals.counts_LE.tolist(), totals.diagnostics
-    # A step of nothing but padding divides by 1, not by 0.
+    # A step of padding only divides by 1, not by 0.
     tokens = max(1, num_tokens)
     chosen_L = totals.counts_LE.sum(1).clamp(min=1)
     balance_loss = router_z_loss = None

@@ -1,7 +1,7 @@
-"""How all ranks of a run stop together: agreed in the sums of a step, saved once, told with what to type.
+"""Stopping of a run on all ranks together: agreed in the sums of a step, saved once, with a command to resume.
 
-Each rank adds to a step's sums whether it has been asked (``Step.stop_asked``): all know at the same step, and no
-collective is added. Validation asks once a micro-batch.
+Each rank adds its request to a step's sums (``Step.stop_asked``): all ranks learn of it at the same step, without an
+additional collective. Validation asks once per micro-batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SENDING_SECONDS = 10.0
 
 
 def agree_on_stop(stop: Stop) -> bool:
-    """Whether any rank has been asked to stop; then all of them stop. Collective."""
+    """Return True if any rank has been asked to stop; then all of them stop. Collective."""
     asked = any_rank(stop.is_asked())
     if asked:
         stop.agree()
@@ -47,7 +47,7 @@ def agree_on_stop(stop: Stop) -> bool:
 
 
 def launcher_seconds(environment: Mapping[str, str]) -> float:
-    """How long the launcher of a rank with this environment waits for it, once both were asked to end."""
+    """Return the seconds that a rank's launcher, given its environment, waits for it once both were asked to end."""
     # The variable is torchrun's own, of torch 2.12 and newer: DeepSpeed's launcher does not read it.
     is_read = "TORCHELASTIC_RUN_ID" in environment and "shutdown_timeout" in LaunchConfig.__dataclass_fields__
     if is_read and environment.get(SHUTDOWN_TIMEOUT, "").isdigit():
@@ -56,22 +56,22 @@ def launcher_seconds(environment: Mapping[str, str]) -> float:
 
 
 class Stopping:
-    """A run's way from the agreed step to its last word."""
+    """End of a run, from the agreed step to its last message."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._has_warned = run, False
-        # Now: the launcher may be what is gone.
+        # Read now: the launcher may be gone later.
         self._command = started_by() or [sys.executable, *sys.argv]
 
     def settle(self, progress: Progress) -> Progress:
-        """Where a resumed run stands: a validation that a stop had left out may be made up for. Collective."""
+        """Return a resumed run's progress; a validation that a stop left out may already be done. Collective."""
         if not progress.validation_due:
             return progress
         was_done = on_rank_0(lambda: _was_validated(self._run.folder, progress.step))
         return replace(progress, validation_due=not was_done)
 
     def saved(self, seconds: float) -> None:
-        """Take in how long the last save took; warn once where a launcher would not wait for one."""
+        """Store the seconds of the last save; warn once if a launcher would not wait for one."""
         self._run.stop.save_seconds = seconds
         needed, granted = self._run.stop.reserve_seconds, launcher_seconds(os.environ)
         if needed > granted and not self._has_warned and self._run.is_rank_0:
@@ -86,22 +86,22 @@ class Stopping:
             )
 
     def ends(self, progress: Progress) -> bool:
-        """Whether the run ends here with something left to do."""
+        """Return True if the run ends here without having finished."""
         return progress.stop_asked and (progress.step < self._run.config.last_step or progress.validation_due)
 
     def end(self, progress: Progress, writer: RecordWriter, save: Callable[[], None]) -> str:
-        """Record the stop behind the step that was saved, and return what the user is to read. Collective."""
+        """Record the stop after the saved step, and return the message for the user. Collective."""
         run, step = self._run, progress.step
         if not on_rank_0(lambda: bool(list_checkpoints(run.folder))):
-            # Asked before the first step: a folder without a checkpoint could not be gone on with.
+            # Asked before the first step: a folder without a checkpoint could not be resumed.
             save()
         reasons: list[Reason | None] = gather_objects(run.stop.reason)
         first = min((reason for reason in reasons if reason is not None), key=lambda reason: reason.time)
         writer.write(_event(first, step))
-        # What takes one rank longer than another comes before they leave.
+        # Work that takes ranks different times comes before they leave.
         run.feed.close()
         run.saver.kept.leave(_SENDING_SECONDS)
-        # Together: a launcher ends the others as soon as one has left with an error.
+        # Leave together: a launcher ends the others as soon as one rank has left with an error.
         gather_objects(None)
         newest = list_checkpoints(run.folder)[-1]
         return (
@@ -130,7 +130,7 @@ def _was_validated(folder: Path, step: int) -> bool:
 
 
 def going_on(command: Sequence[str]) -> str:
-    """A run's command line as it is typed to go on with it: "auto" needs no change."""
+    """Return a run's command line for resuming it: "auto" needs no change."""
     words, resume = take_flag(list(command), "--run.resume")
     if resume == AUTO:
         return shlex.join(command)
@@ -138,7 +138,7 @@ def going_on(command: Sequence[str]) -> str:
 
 
 def started_by() -> list[str] | None:
-    """The command line that a user started this rank with; None where that is not to be seen from here."""
+    """Return the command line with which a user started this rank; None if it cannot be determined."""
     for launcher in reversed(launchers_above()):
         for number, word in enumerate(launcher.words[:4]):
             if is_launcher_word(word):

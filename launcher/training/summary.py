@@ -1,4 +1,4 @@
-"""What a run says of itself before anything is built: from figures to lines, and what deserves a warning."""
+"""Description of a run before anything is built: lines with its figures, and warnings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parallel.transport.select import resolve_transport
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The figures of a run before its first step."""
+    """Figures of a run before its first step."""
 
     config: ResolvedConfig
     model: ModelConfig
@@ -45,7 +45,7 @@ class Start:
 
     @property
     def num_steps(self) -> int:
-        """Steps that this process takes."""
+        """Number of steps that this process takes."""
         return max(0, self.config.last_step - self.origin.step)
 
     @property
@@ -55,18 +55,18 @@ class Start:
 
     @property
     def num_checkpoints(self) -> int:
-        """Checkpoints that this process writes."""
+        """Number of checkpoints that this process writes."""
         if not self.num_steps:
             return 0
         every, last = self.config.checkpoint.every_steps, self.config.last_step
         if not every:
             return 1
-        # The last step is saved in any case.
+        # The last step is always saved.
         return last // every - self.origin.step // every + bool(last % every)
 
 
 def summary(start: Start) -> list[str]:
-    """The lines that a run begins with."""
+    """Return the first lines of a run's log."""
     lines = [_model(start), *_origin(start), _ranks(start), *_side_by_side(start), _memory(start), *_stages(start)]
     return [*lines, _steps(start), _data(start), _checkpoints(start)]
 
@@ -82,7 +82,7 @@ def _model(start: Start) -> str:
 
 
 def _experts(start: Start) -> str:
-    """The model's experts and their ranks; empty in a dense model."""
+    """Describe the model's experts and their ranks; empty for a dense model."""
     model, parallel = start.model, start.config.parallel
     if not model.num_experts:
         return ""
@@ -99,7 +99,7 @@ def _experts(start: Start) -> str:
 
 
 def _origin(start: Start) -> list[str]:
-    """What the run goes on from, and every field that it changes of that model."""
+    """Describe the run's origin, and all changes to the fields of its model."""
     origin = start.origin
     if origin.folder is None or origin.model is None:
         return []
@@ -122,7 +122,7 @@ def _ranks(start: Start) -> str:
 
 
 def _side_by_side(start: Start) -> list[str]:
-    """What ``parallel.tokens_per_rank`` comes to: rows at once, the degrees of documents, how even attention is."""
+    """Describe the effect of ``parallel.tokens_per_rank``: rows at once, documents' degrees, attention imbalance."""
     if not start.degrees:
         return []
     config, mesh = start.config, start.mesh
@@ -152,7 +152,7 @@ def _memory(start: Start) -> str:
 
 
 def _stages(start: Start) -> list[str]:
-    """What a rank holds of the model in each ZeRO stage: a line each."""
+    """Describe a rank's memory of the model in each ZeRO stage, one line each."""
     lines = []
     for stage, need in memory_by_stage(start.config, start.model, start.mesh.world_size).items():
         parts = ", ".join(
@@ -188,7 +188,7 @@ def _steps(start: Start) -> str:
 
 
 def _data(start: Start) -> str:
-    """Tokens in all, and how often the data is seen."""
+    """Describe the total tokens, and the number of passes over the data."""
     packing, rows = start.packing, start.num_steps * start.config.rows_per_step
     if start.forecast is not None:
         return f"Data: {_short(rows * start.config.data.seq_len)} tokens in all: {_sources(start.forecast)}."
@@ -208,7 +208,7 @@ def _data(start: Start) -> str:
 
 
 def _sources(forecast: Forecast) -> str:
-    """How much of each source a run will have taken, and how often that is all of it."""
+    """Describe the tokens a run will have taken from each source, and the passes over it."""
     return ", ".join(
         f"{source.name} {_short(round(source.tokens))} ({source.epochs:.2f} passes)" for source in forecast.sources
     )
@@ -222,7 +222,7 @@ def _checkpoints(start: Start) -> str:
 
 
 def _short(count: int) -> str:
-    """A count in thousands, millions or billions, as models' sizes are given."""
+    """Format a count in thousands, millions or billions, like model sizes."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.2f}{unit}"
@@ -233,7 +233,7 @@ def _short(count: int) -> str:
 
 
 def warnings(start: Start) -> list[str]:
-    """What a run may not have meant, one line each."""
+    """Return warnings about likely mistakes in the settings, one line each."""
     found = [
         _tight_memory(start),
         _beyond_positions(start),
@@ -255,7 +255,7 @@ and dtype, with 68 million parameters on one rank. Starting and stepping copy pa
 def _tight_memory(start: Start) -> str:
     need, ranks = start.memory, start.mesh.ranks_per_node
     peak = ranks * (_PEAK * (need.training - need.activations) + need.activations)
-    # The figure was measured on CPUs alone.
+    # The figure was only measured on CPUs.
     if start.device != "cpu" or peak <= start.free_bytes:
         return ""
     return (
@@ -317,7 +317,7 @@ def _used_up(start: Start) -> str:
 
 
 def _full_disk(start: Start) -> str:
-    # A new checkpoint is written before an old one goes.
+    # A new checkpoint is written before an old one is removed.
     most = start.num_checkpoints
     if start.config.checkpoint.keep_last:
         most = min(most, start.config.checkpoint.keep_last + 1)
@@ -344,10 +344,10 @@ def _changed(start: Start) -> str:
 
 
 def _changed_tokens(start: Start, before: int, now: int) -> str:
-    """What other tokens a step do to a schedule that counts steps."""
+    """Describe the effect of changed tokens per step on a schedule that counts steps."""
     train, step = start.config.train, start.origin.step
     tokens = step * before + (train.steps - step) * now
-    # The tokens of the whole run as it was begun, in steps of the new size.
+    # The tokens of the full run as it was begun, in steps of the new size.
     equal = step + (train.steps - step) * before / now
     return (
         f"It counts steps, not tokens: {train.steps:,} of them will have seen {_short(tokens)} tokens instead of "
@@ -364,15 +364,15 @@ _FREE = (
 
 
 def changed_settings(before: Mapping[str, Any], config: ResolvedConfig) -> dict[str, tuple[Any, Any]]:
-    """Keys of a resumed run that are not as its checkpoint has them: name -> (before, now)."""
+    """Return the keys of a resumed run that differ from its checkpoint: name -> (before, now)."""
     now = dataclasses.asdict(config)
     changes: dict[str, tuple[Any, Any]] = {}
     for section in _WATCHED:
         for key, value in now[section].items():
             name = f"{section}.{key}"
-            # A key that the checkpoint's release did not have says nothing.
+            # A key that the checkpoint's release did not have is not a change.
             was = before.get(section, {}).get(key, value)
-            # "auto" is settled by the machine, and may come to the same.
+            # "auto" depends on the machine, and may resolve to the same value.
             if was != value and name not in _FREE and "auto" not in (was, value):
                 changes[name] = was, value
     return changes

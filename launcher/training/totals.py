@@ -19,7 +19,7 @@ from parallel.comm.world import sum_over_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Sums over every rank and micro-batch of a step: the same on every rank, known before the update."""
+    """Sums over all ranks and micro-batches of a step: the same on every rank, known before the update."""
 
     sums: Mapping[str, float]
     """Of the task's terms."""
@@ -34,11 +34,11 @@ class StepTotals:
 
     @property
     def finite(self) -> bool:
-        """Whether every part of the loss is."""
+        """True if all parts of the loss are finite."""
         return all(map(math.isfinite, self.sums.values()))
 
     def broken_routers(self, layers: Sequence[int]) -> list[str]:
-        """The expert layers whose router's logits were not finite, with how many tokens; the same on every rank."""
+        """Return expert layers with non-finite router logits, and the number of such tokens; the same on every rank."""
         counts = zip(layers, self.diagnostics.non_finite_tokens.tolist(), strict=True)
         return [f"model.layers.{layer} ({int(count):,} tokens)" for layer, count in counts if count]
 
@@ -52,7 +52,7 @@ class StepSums:
 
     def add(self, loss: LossSum) -> None:
         """Add a micro-batch."""
-        # float64: the reported loss then barely depends on how the step was cut into micro-batches.
+        # float64, so that the reported loss barely depends on how the step is divided into micro-batches.
         scalars = torch.stack([x.detach().double() for x in loss.sums.values()])
         counts_LE, diagnostics = loss.counts_LE, loss.diagnostics
         if counts_LE is None or diagnostics is None:
@@ -66,20 +66,20 @@ class StepSums:
             self._sums = tuple(a + b for a, b in zip(self._sums, own, strict=True))
 
     def finite(self) -> bool:
-        """Whether this rank's parts of the loss are finite, and its routers' logits. Waits for the device."""
+        """Return True if this rank's parts of the loss and its router logits are finite. Waits for the device."""
         assert self._sums is not None
         scalars, _, diagnostics = self._sums
         return bool(scalars.isfinite().all()) and not RouterDiagnostics._make(diagnostics).non_finite_tokens.any()
 
     def over_ranks(self, flops: float, summed: Mapping[str, Callable[[torch.device], Tensor]]) -> StepTotals:
-        """The sums over all ranks; ``flops`` are this rank's, as are the numbers [n] that ``summed`` gives by name.
+        """Return sums over all ranks of these, of ``flops``, and of the numbers [n] that ``summed`` gives by name.
 
-        Collective: one for everything that a step reports.
+        Collective: a single one for everything that a step reports.
         """
         assert self._sums is not None
         scalars, counts_LE, diagnostics_4L = self._sums
         more = {name: numbers(scalars.device) for name, numbers in summed.items()}
-        # float64 holds whole numbers up to 2^53, so counts stay exact.
+        # float64 holds integers up to 2^53, so counts stay exact.
         parts = [
             scalars,
             counts_LE.flatten().double(),
@@ -87,8 +87,8 @@ class StepSums:
             scalars.new_tensor((flops,)),
             *(numbers.double() for numbers in more.values()),
         ]
-        # One small all-reduce a step instead of one for each quantity. On the device, behind the backward pass, whose
-        # end the host waits for once: the update may not begin before it has seen that the step is finite.
+        # One small all-reduce per step instead of one per quantity. It runs on the device after the backward pass, and
+        # the host waits for it once: the update may not begin before the step is known to be finite.
         flat = sum_over_ranks(torch.cat(parts)).cpu()
         sizes = [len(scalars), counts_LE.numel(), diagnostics_4L.numel(), 1, *map(len, more.values())]
         own, *rest = flat.split(sizes)

@@ -1,4 +1,4 @@
-"""``Trainer``: the loop of a run, from where it begins to its last step."""
+"""``Trainer``: the loop of a run, from its origin to its last step."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Steps, validations and checkpoints of one run."""
+    """Loop over steps, validations and checkpoints of one run."""
 
     def __init__(self, run: Run, *, train_step: TrainStep | None = None) -> None:
-        """A caller may bring a ``train_step`` of its own."""
+        """Prepare the loop; callers may pass their own ``train_step``."""
         self.run, self.progress = run, run.progress
         self._train_step = train_step or TrainStep(run)
         self._sampler = None
@@ -47,9 +47,9 @@ class Trainer:
         """Whether the run's store has its last checkpoint, once the run is done; True without a store."""
 
     def train(self) -> str | None:
-        """Run the remaining steps, validating and saving as the config says, and write the report. Collective.
+        """Run the remaining steps, validating and saving as configured, and write the report. Collective.
 
-        Returns what the user is to read where the run was asked to stop before its end, and has saved; else None.
+        Returns a message for the user if the run was asked to stop before its end, and has saved; otherwise None.
         """
         run, config, last = self.run, self.run.config, self.run.config.last_step
         self.progress = self._stopping.settle(self.progress)
@@ -71,12 +71,12 @@ class Trainer:
             if run.origin.kind == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
             writer.write(run.expected.record(self.progress.step))
-            # The first point of the curve: what the weights can do before this run changes them.
+            # The first point of the curve: the loss of the weights before this run changes them.
             if config.validation.rows and (run.origin.kind == "started" or self.progress.validation_due):
                 self._validate(writer)
             while self.progress.step < last and not self.progress.stop_asked:
                 self._take_recorded_step(writer)
-                # Validation comes before the save: a checkpoint that exists has all records up to its step.
+                # Validation comes before the save: an existing checkpoint has all records up to its step.
                 if config.validation.rows and config.validates_after(self.progress.step):
                     self._validate(writer)
                 if self.progress.stop_asked or config.saves_after(self.progress.step):
@@ -90,17 +90,17 @@ class Trainer:
         return None
 
     def take_step(self) -> Record:
-        """Take one optimiser step and return its record; TrainingError when it is not finite. Collective."""
+        """Take one optimizer step and return its record; raise TrainingError if the run must end. Collective."""
         self.progress, record = self._train_step(self.progress)
-        # The last step is agreed on, too: what follows is waited for.
+        # The last step is agreed on as well: work after it is waited for.
         if self.progress.stop_asked or self.progress.step == self.run.config.last_step:
             self.run.stop.agree()
         return record
 
     def _open_folder(self) -> None:
-        """Let the folder's history end where this process begins, and give it this process's config."""
+        """Cut the folder's history at the start of this process, and write this process's config to it."""
         run = self.run
-        # Only here: everything that could refuse this start has agreed to it, and a refused one changes no file.
+        # Only now, with everything that could refuse this start passed: a refused start changes no file.
         if run.origin.goes_on:
             on_rank_0(lambda: _rewind(run, self.progress.step))
         if run.is_rank_0:
@@ -108,7 +108,7 @@ class Trainer:
         run.saver.kept.begin()
 
     def _take_recorded_step(self, writer: RecordWriter) -> None:
-        """Take a step and write its record, also that of a step that could not be taken."""
+        """Take a step and write its record, even if the step could not be taken."""
         try:
             record = self.take_step()
             writer.write(record)
@@ -116,7 +116,7 @@ class Trainer:
             loss = math.nan if record["loss"] is None else record["loss"]
             self.run.saver.after_step(record["step"], loss)
             self._stopping.saved(self.run.saver.seconds)
-            # One that was left out says nothing of what a loss should be, nor one in which no token counts.
+            # A step that was left out, or one without counted tokens, does not show the current loss.
             if "skipped" not in record and record["loss"] is not None:
                 self._loss = loss
         except TrainingError as error:
@@ -125,7 +125,7 @@ class Trainer:
             raise
 
     def _validate(self, writer: RecordWriter) -> None:
-        """Measure the held-out loss and write its record, unless a stop breaks it off. Collective."""
+        """Measure the held-out loss and write its record, unless interrupted by a stop. Collective."""
         run = self.run
         writer.doing("validating")
         assert run.validation is not None
@@ -140,7 +140,7 @@ class Trainer:
             stops=lambda: self.progress.stop_asked or agree_on_stop(run.stop),
         )
         settle_validation(run, self.progress.step)
-        # A stop is not kept waiting: the process that goes on validates first.
+        # Do not delay a stop: the process that resumes the run validates first.
         self.progress = dataclasses.replace(self.progress, stop_asked=record is None, validation_due=record is None)
         if record is None:
             return
@@ -161,7 +161,7 @@ class Trainer:
             log.info("%s", checked_line(compared))
 
     def _save(self) -> None:
-        """Begin to save a checkpoint; the last one is waited for. Collective."""
+        """Begin to save a checkpoint, and wait for it if it is the last one. Collective."""
         run, step = self.run, self.progress.step
         replicas = self._train_step.hook(ReplicaWatch)
         sums = [] if replicas is None else replicas.before_save(step)
@@ -171,14 +171,14 @@ class Trainer:
                 training=_training_state(run, self.progress, self._validation_losses),
                 loss=self._loss,
                 sums=sums,
-                # There is no other step to take meanwhile.
+                # No other step can be taken meanwhile.
                 wait=self.progress.stop_asked or step == run.config.last_step,
             )
         self._stopping.saved(run.saver.seconds)
 
 
 def _open_trackers(run: Run, step: int) -> Trackers:
-    """Open the trackers of a run that goes on from ``step``, on rank 0."""
+    """Open the trackers, on rank 0, of a run that goes on from ``step``."""
     config = run.config
     if not run.is_rank_0:
         return Trackers()
@@ -195,8 +195,8 @@ def _open_trackers(run: Run, step: int) -> Trackers:
 
 
 def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int, float]) -> dict[str, Any]:
-    """All that a resumed run needs besides weights and moments, and what decides how long the checkpoint stays."""
-    # Nothing in it depends on world size or ZeRO stage: the two are written for people to read.
+    """Return the state a resumed run needs apart from weights and moments, and values that decide on its retention."""
+    # No other value depends on world size or ZeRO stage: these two are stored for people to read.
     return {
         **progress.state(),
         "loader": run.feed.state_dict(),
@@ -209,22 +209,22 @@ def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int
 
 
 def _leave_as_it_is(run: Run, step: int) -> bool:
-    """Say that nothing is to be done, and write nothing; returns whether the store has what was saved last."""
+    """Log that the run is finished, and write nothing; return True if the store has its last checkpoint."""
     log.info("Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", step, run.config.last_step)
     run.saver.kept.begin()
     return broadcast_object(run.saver.kept.leave())
 
 
 def _finish(run: Run, step: int) -> bool:
-    """Wait for the last checkpoint, write the report, and log where both are. Collective.
+    """Wait for the last checkpoint, write the report, and log the paths of both. Collective.
 
-    Returns whether the run's store has that checkpoint; True without a store.
+    Returns True if the run's store has that checkpoint, or if there is no store.
     """
     run.saver.finish()
     is_in_store = broadcast_object(run.saver.kept.leave())
     if not run.is_rank_0:
         return is_in_store
-    # matplotlib takes a second to import, which the first step would wait for.
+    # matplotlib takes a second to import, which would delay the first step.
     from launcher.report.page import write_report
 
     report = write_report(run.folder)
@@ -234,9 +234,9 @@ def _finish(run: Run, step: int) -> bool:
 
 
 def _rewind(run: Run, step: int) -> None:
-    """Set aside what a run did after this step: it will be done anew. The process may be killed at any point."""
+    """Set aside results after this step, which will be redone. The process may be killed at any point."""
     if run.origin.begins_again:
-        # Also what was recorded of step 0.
+        # Discard records of step 0, too.
         step = -1
     remove_leftovers(run.folder)
     # Checkpoints go first: metrics may be newer than the newest checkpoint, never older.
@@ -255,7 +255,7 @@ def _rewind(run: Run, step: int) -> None:
 
 
 def _say_missing_rows(run: Run, step: int) -> None:
-    """Warn of rows that a checkpoint of this folder says were written, and that are gone."""
+    """Warn of missing rows that must have been written, according to a checkpoint of this folder."""
     newest = list_checkpoints(run.folder)
     missing = missing_steps(run.folder, step)
     if not missing or not newest or int(newest[-1].name.removeprefix("step_")) != step:

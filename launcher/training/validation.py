@@ -1,4 +1,4 @@
-"""Held-out loss: one number, its floor, and how it falls with the distance from the document's start."""
+"""Held-out loss: one number, a floor to compare it with, and its values by position in the document."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ def validate(
     source_names: Sequence[str] = (),
     stops: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
-    """A validation record without its step: loss, unigram entropy, loss by position and by source. Collective.
+    """Return a validation record without its step: loss, unigram entropy, loss by position and source. Collective.
 
-    None where ``stops``, which all ranks call before each micro-batch and which answers all alike, breaks it off.
+    Return None if ``stops`` interrupts it. All ranks call ``stops`` before each micro-batch, with the same result.
 
-    ``bytes_per_token`` are the bytes of text that a token of this data stands for, where they are known;
-    ``source_names`` are what the numbers of ``Batch.sources`` stand for. ``shards`` are this rank's tokens of each
-    micro-batch, which ``model`` reads on ``device``. Sums are float64, so the loss depends on the number of ranks by
-    rounding alone.
+    ``bytes_per_token`` is the mean number of bytes of text in a token of this data, if known; ``source_names`` are the
+    names for the numbers in ``Batch.sources``. ``shards`` are this rank's tokens of each micro-batch, which ``task``
+    reads on ``device``. Sums are float64, so the loss depends on the number of ranks by rounding only.
     """
     edges = position_edges(seq_len)
     nll_by_bin = torch.zeros(len(edges), dtype=torch.float64)
@@ -53,16 +52,16 @@ def validate(
         if stops():
             return None
         batch = shard.unpack(device, task.prepare)
-        # float64 on the CPU: bincount in float32 loses a token's share once a bin holds millions of them.
+        # float64 on the CPU: in float32 bincount loses a token's share once a bin holds millions of them.
         nll = task.token_nll(batch).flatten().double().cpu()
         targets, positions = (x.flatten().cpu() for x in (batch.targets, batch.positions))
         counted = targets != IGNORED_TARGET
-        # Positions travel with the tokens, so any layout counts them into the same bins.
+        # Positions are passed along with the tokens, so any layout counts them into the same bins.
         bins = torch.bucketize(positions, torch.tensor(edges), right=True)[counted] - 1
         nll_by_bin += torch.bincount(bins, nll[counted], minlength=len(edges))
         targets_by_bin += torch.bincount(bins, minlength=len(edges))
         if batch.sources is not None:
-            # Only documents have targets: no number here is that of padding.
+            # Only documents have targets, so no number here is that of padding.
             sources = batch.sources[batch.document_ids.flatten().cpu()[counted]]
             nll_by_source += torch.bincount(sources, nll[counted], minlength=len(source_names))
             targets_by_source += torch.bincount(sources, minlength=len(source_names))
@@ -82,21 +81,21 @@ def validate(
         "num_targets": num_targets,
         "loss_by_position": _by_position(edges, seq_len, nll_by_bin, targets_by_bin),
     }
-    # Of a mixture of one source the loss says it.
+    # For a mixture of one source it equals the loss.
     if len(source_names) > 1:
         record["loss_by_source"] = _by_source(source_names, nll_by_source, targets_by_source)
     return record
 
 
 def position_edges(seq_len: int) -> list[int]:
-    """Starts of the position bins: 0, 1, 2, 4, 8, … below ``seq_len``."""
+    """Return the starts of the position bins: 0, 1, 2, 4, 8, … below ``seq_len``."""
     return [0] + [2**n for n in range(max(0, seq_len - 1).bit_length())]
 
 
 def entropy(histogram: Tensor) -> float | None:
-    """Return −Σ p·ln p in nats of a histogram's distribution, the loss of the best model that knows no context.
+    """Return −Σ p·ln p in nats of a histogram's distribution, the loss of the best model without context.
 
-    None of an empty one.
+    Return None if the histogram is empty.
     """
     total = int(histogram.sum())
     if not total:
@@ -114,7 +113,7 @@ def _by_source(names: Sequence[str], nll: Tensor, targets: Tensor) -> dict[str, 
 
 
 def _by_position(edges: list[int], seq_len: int, nll: Tensor, targets: Tensor) -> list[dict[str, Any]]:
-    """A dictionary for each bin that has targets; a bin without any has no loss."""
+    """Return a dictionary for each bin that has targets; other bins are left out."""
     stops = edges[1:]
     stops.append(seq_len)
     return [
@@ -125,7 +124,7 @@ def _by_position(edges: list[int], seq_len: int, nll: Tensor, targets: Tensor) -
 
 
 class Sampler:
-    """Writes the sample text of a run's validations."""
+    """Sampler of texts for a run's validations."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -135,14 +134,14 @@ class Sampler:
         self._prompt_ids: list[int] = on_every_rank(self._encoded)
 
     def _encoded(self) -> list[int]:
-        """The prompt's ids; with an encoder it is the source, and what is written of it begins anew."""
+        """Return the prompt's ids; with an encoder it is the source, and the output begins with a start token."""
         if not self.run.model.encoder_layers:
             return self._tokenizer.encode_prompt(self._prompt)
         self._source_ids = source_ids(self._tokenizer, self._prompt)
         return [start_of_targets(self._tokenizer)]
 
     def sample(self) -> Record:
-        """The prompt, and the text that the model continues it with, or writes of it. Collective."""
+        """Return the prompt, and the model's continuation or output. Collective."""
         ids = list(self._prompt_ids)
         stops = set(self._tokenizer.special.stops)
         for _ in range(self.run.config.validation.sample_tokens):
@@ -156,15 +155,15 @@ class Sampler:
 
     @torch.no_grad()
     def _next(self, ids: list[int]) -> int:
-        """The likeliest token after ``ids``, the same on every rank. Collective."""
+        """Return the likeliest token after ``ids``, the same on every rank. Collective."""
         run = self.run
-        # All is read anew for each token, along the path of a validation: that runs on every mesh and at any ZeRO
+        # All ids are read again for each token, in the same way as in validation: that works on every mesh and ZeRO
         # stage, and a few dozen tokens cost less than the validation itself.
         shard = shard_batch(self._batch(ids), run.config, run.mesh).to(run.device)
         decoder = run.engine.model.network
         hidden_BtM = hidden_states(decoder, shard)
         is_last_t = ((shard.document_ids == 0) & (shard.positions == len(ids) - 1)).flatten()
-        # Every rank computes logits, for under ZeRO-3 the head is gathered from all; one rank has the last token.
+        # Every rank computes logits, since ZeRO-3 gathers the head from all ranks; one rank has the last token.
         at = int(is_last_t.int().argmax())
         likeliest = decoder.logits(hidden_BtM[:, at : at + 1]).flatten().argmax()
         chosen = torch.zeros(1, dtype=torch.int64)
@@ -173,14 +172,14 @@ class Sampler:
         return int(sum_over_ranks(chosen))
 
     def _batch(self, ids: list[int]) -> Batch:
-        """The document so far, and its source if it has one."""
+        """Return a batch of the document so far, and its source if it has one."""
         batch = self._row(ids)
         if self._source_ids:
             batch = replace(batch, source=self._row(self._source_ids))
         return batch
 
     def _row(self, ids: list[int]) -> Batch:
-        """One row of a document, padded to a length that the ranks of a sequence can split."""
+        """Return one row with a document, padded to a length that the ranks of a sequence can split."""
         parallel = self.run.config.parallel
         parts = num_parts(parallel.layout, parallel.context, parallel.ulysses)
         padding = -len(ids) % parts

@@ -1,4 +1,4 @@
-"""How a run ends if a number was wrong: the event and the way out that hooks share."""
+"""End of a run after a wrong number: the event and the way to go on, shared by hooks."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from longctx.checkpoint_format import list_checkpoints
 
 
 def newest_checkpoint(run: Run, *, without: str = "") -> Path | None:
-    """Return the run's newest checkpoint, also one that is still being written; None if there is none.
+    """Return the run's newest checkpoint, even if it is still being written; None if there is none.
 
-    ``without`` is the name of one that may hold what was wrong.
+    ``without`` is the name of a checkpoint to exclude, which may contain the error.
     """
     run.saver.finish()
     return next((path for path in reversed(list_checkpoints(run.folder)) if path.name != without), None)
 
 
 def way_out(checkpoint: Path | None) -> str:
-    """Return how to go on from a checkpoint, None if there is none; without the end of the sentence."""
+    """Describe the way to go on from a checkpoint, or None if there is none, without a final period."""
     if checkpoint is None:
         return "There is no checkpoint yet: start again"
     return f"Go on from the newest checkpoint, {checkpoint} (--run.resume latest)"
 
 
 def wrong_number(run: Run, step: int, findings: Sequence[Record]) -> Record:
-    """Return the event of the run's metrics, by which ``longctx run`` knows whom to leave out.
+    """Return the event for the run's metrics that tells ``longctx run`` which hosts to leave out.
 
-    Each finding has ``ranks`` of which one is at fault, the ``hosts`` of these, and ``what`` was wrong.
+    Each finding has ``ranks`` of which one is at fault, their ``hosts``, and the wrong item in ``what``.
     """
     return {
         "kind": "event",

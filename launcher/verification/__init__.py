@@ -1,1 +1,1 @@
-"""A run's own configuration, small, beside one plain process: is every part computed as one process would?"""
+"""Check that a run's own configuration, made small, computes each of its parts as one plain process does."""

@@ -1,7 +1,7 @@
-"""The same steps in one process, by PyTorch's own parts: nothing is cut, sent, chunked, stored or recomputed.
+"""The same steps in one process with PyTorch's own parts, not split, sent, chunked, stored or recomputed.
 
-Each step begins where the run's own step begins, with its weights, and makes its choices of experts; AdamW is given the
-run's gradients. So an error is that of one part of one step: what rounding has done before is not in it.
+Each step begins with the weights of the run's own step, and uses the run's choices of experts; AdamW gets the run's
+gradients. So an error comes from one part of one step, without accumulated rounding.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from parallel.zero.muon import Muon, matrices_of, whole_matrices
 
 
 class Alone:
-    """The model of one process, its float32 masters, and the optimiser on them."""
+    """Model of one process, its float32 masters, and their optimizer."""
 
     def __init__(self, config: ResolvedConfig, world_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Weights begin where those of the run on ``world_size`` ranks do: rounded to its dtype, whatever is here."""
+        """Begin with the run's weights on ``world_size`` ranks: rounded to its dtype, even if ``dtype`` differs."""
         self.config, self.model = config, config.model.config()
         micro_batches = config.micro_batches(world_size)
         numbers = product(range(len(micro_batches)), range(micro_batches.data_degree))
@@ -47,18 +47,18 @@ class Alone:
         self.optimizer = _optimizer(config, self.lm, self.masters)
 
     def weights(self) -> dict[str, Tensor]:
-        """Masters and buffers as they are now, flat."""
+        """Return the current masters and buffers, flat."""
         found = {name: master.detach().clone().flatten() for name, master in self.masters.items()}
         found.update((name, x.detach().float().clone().flatten()) for name, x in self.lm.network.named_buffers())
         return found
 
     def steps(self, run: Sequence[StepState]) -> Iterator[StepState]:
-        """The state of each step that the ``run`` has taken."""
+        """Yield the state of each step that the ``run`` has taken."""
         model, load_LE = self.model, None
         for step, theirs in enumerate(run):
             with torch.no_grad():
                 for name, p in self.lm.network.named_parameters():
-                    # Rounded as the run's are, in whatever dtype this computes.
+                    # Rounded like the run's weights, in any dtype used here.
                     p.copy_(self.masters[name].to(self.config.dtype))
             streams = [micro_batch(self.config, step, rows).to(self.device) for rows in self._rows]
             batches = [self.lm.prepare(stream) for stream in streams]
@@ -67,9 +67,9 @@ class Alone:
             nll, counts_LE, counts, routers = self._gradients(batches, tokens, step, load_LE, theirs.experts_LTk)
             norm = _clip(self.masters, self.config.train.clip_norm)
             gradients = {name: _gradient(master).clone().flatten() for name, master in self.masters.items()}
-            # The optimiser's step with the run's gradients.
+            # The optimizer's step with the run's gradients.
             for name, master in self.masters.items():
-                # A copy, in whose place Muon computes its update.
+                # A copy, which Muon overwrites with its update.
                 master.grad = theirs.gradients[name].to(master, copy=True).view_as(master)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -92,7 +92,7 @@ class Alone:
     def _gradients(
         self, batches: list[Batch], tokens: list[slice], step: int, load_LE: Tensor | None, experts_LTk: Tensor | None
     ) -> tuple[float, Tensor | None, Counts, list[RouterState]]:
-        """Add up the step's gradients in float32. Returns Σ nll, the experts' counts, the step's, and the routers."""
+        """Accumulate the step's gradients in float32. Return Σ nll, experts' counts, the step's counts, and routers."""
         counts, nll, counts_LE = self.lm.count(batches), 0.0, None
         routers: list[RouterState] = []
         for batch, of_batch in zip(batches, tokens, strict=True):
@@ -107,7 +107,7 @@ class Alone:
                 expert_load_LE=load_LE,
                 replay=replay,
             )
-            # Rows of a micro-batch are one sequence to a run; here they stay rows, each with its documents.
+            # A run concatenates the rows of a micro-batch; here they stay rows, each with its documents.
             with recorded_routers(self.lm, tuple(chosen_LNk), routers):
                 loss = self.lm.loss_sum(self.lm(batch, training_pass))
             self.lm.loss(loss, counts).backward()
@@ -126,8 +126,8 @@ class Alone:
 
 
 def _clip(masters: dict[str, Tensor], clip_norm: float) -> float:
-    """Scale the gradients down to this norm (0: never); returns the one that they had."""
-    # In float64: the sum of millions of squares in float32 is off in the fifth digit.
+    """Scale the gradients down to this norm (0: never); return their norm before scaling."""
+    # In float64: in float32 the sum of millions of squares is off in the fifth digit.
     squares = [_gradient(master).double().square().sum() for master in masters.values()]
     norm = float(torch.stack(squares).sum().sqrt())
     factor = clip_norm / (norm + 1e-6)

@@ -1,11 +1,11 @@
-"""Whether a run's routers choose the experts that a right program may choose.
+"""Check that a run's routers choose experts that a correct program may choose.
 
-Two right programs choose differently where two experts score almost alike, and compute different functions from there
-on. So the run's choices are recorded and one process makes the same ones: gradients then differ by rounding alone, and
-the choices are judged here, by the logits of one process. Each logit may be off by a bound; a choice is explained if
-the logits, moved by as much in its favour, lead to it.
+Two correct programs choose differently if the scores of two experts are almost equal, and compute different functions
+from there on. So the run's choices are recorded and replayed in one process: gradients then differ by rounding only,
+and the choices are checked here, with the logits of one process. Each logit may be off by a bound; a choice is
+explained if the logits, moved by that bound in its favour, lead to it.
 
-Axes: N tokens, E experts, k experts a token.
+Axes: N tokens, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longctx.model.experts.router import Router, route
 
 @dataclass(frozen=True)
 class RouterState:
-    """One router in one micro-batch: its logits, the bias of its choice, and the choices that it was given."""
+    """One router in one micro-batch: its logits, its selection bias, and the choices that it was given."""
 
     logits_NE: Tensor
     bias_E: Tensor | None
@@ -33,7 +33,7 @@ class RouterState:
 
 @contextmanager
 def recorded_routers(model: nn.Module, chosen_LNk: Sequence[Tensor], into: list[RouterState]) -> Iterator[None]:
-    """Append the state of each router, in the order of layers, while ``model`` goes forward with these choices."""
+    """Append the state of each router, in layer order, during a forward pass of ``model`` with these choices."""
     ids = iter(chosen_LNk)
 
     def record(router: Router, _: Any, logits_NE: Tensor) -> None:
@@ -51,7 +51,7 @@ def recorded_routers(model: nn.Module, chosen_LNk: Sequence[Tensor], into: list[
 
 
 def unexplained_share(state: RouterState, slack: float, model: ModelConfig) -> float:
-    """Return the share of tokens whose experts no logits within ``slack`` of these would choose."""
+    """Return the share of tokens whose experts would not be chosen by any logits within ``slack`` of these."""
     logits_NE, ids_Nk = state.logits_NE, state.chosen_Nk
     if not len(ids_Nk):
         return 0.0

@@ -1,8 +1,8 @@
-"""Steps of two programs side by side, by part of the model: how far apart they are, and whether that is rounding.
+"""Comparison of the steps of two programs by part of the model: their difference, compared with that of rounding.
 
-In float32 two right programs differ by the order of their sums. In bfloat16 both are far from float32, and a right one
-is about as far as the other: its error is measured in the other one's. Rows may be short or long then: what the other
-process loses by them, it loses in the same step, at the same weights and with the same experts chosen.
+In float32 two correct programs differ by the order of their sums. In bfloat16 both are far from float32, a correct one
+about as far as the other: its error is measured relative to the other's. This holds for rows of any length: the other
+process loses the same precision in the same step, with the same weights and the same experts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LAYER = re.compile(r"(model|encoder)\.layers\.(\d+)\.(.*)")
 
 @dataclass(frozen=True, kw_only=True)
 class StepState:
-    """A step's loss and gradient, and the weights after it."""
+    """Loss and gradient of a step, and the weights after it."""
 
     loss: float
     """Negative log-likelihood of a target."""
@@ -49,7 +49,7 @@ class StepState:
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure of one part."""
+    """One figure of one part of the model."""
 
     step: int
     """From 1."""
@@ -61,12 +61,12 @@ class Finding:
 
     @property
     def held(self) -> bool:
-        """Whether the error is within its bound; one that is no number never is."""
+        """True if the error is within its bound; NaN never is."""
         return self.error <= self.bound
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a weight belongs to: of a layer its norms, attention, router, experts or FFN."""
+    """Return the part of the model that a weight belongs to: in a layer norms, attention, router, experts or FFN."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return name.removesuffix(".weight").removeprefix("model.")
@@ -96,10 +96,10 @@ def compare(
     *,
     model: ModelConfig,
 ) -> list[Finding]:
-    """Every figure of every step, in the order in which it is computed.
+    """Return all figures of all steps, in the order of computation.
 
     ``wanted`` are one process's states in float32, ``start`` the weights before the first step. ``other`` are those of
-    one process in the run's own dtype, where that is another one: then errors are measured in its errors. Both follow
+    one process in the run's own dtype, if that is not float32: then errors are relative to its errors. Both follow
     ``got``, step by step.
     """
     findings = []
@@ -114,10 +114,10 @@ def compare(
 
 
 def _choices(step: int, wanted: StepState, other: StepState | None, model: ModelConfig) -> Iterator[Finding]:
-    """Yield how many tokens' experts rounding does not explain, router by router."""
+    """Yield, for each router, the share of tokens whose experts are not explained by rounding."""
     layers = expert_layers(model)
     for number, state in enumerate(wanted.routers):
-        # Another process's logits are off by chance, too: the largest of one may be half of the other's.
+        # The other process's logits are off by chance, too: the largest error of one may be half of the other's.
         slack = GRADIENT_BOUND * float(state.logits_NE.abs().max())
         if other is not None:
             slack = GRADIENT_ERROR_BOUND * float((other.routers[number].logits_NE - state.logits_NE).abs().max())
@@ -137,7 +137,7 @@ def _step(
         error = abs(mine - theirs) / max(abs(theirs), 1e-30)
         name = what.replace("grad_norm", "gradient norm")
         if other is not None:
-            # A single number may be right by chance, so it is not the other's own error that counts.
+            # A single number may be right by chance, so the other's own error is not used as the bound.
             bound = BFLOAT16_LOSS_BOUND
             if what == "grad_norm":
                 bound = _norm_bound(other, wanted)
@@ -151,7 +151,7 @@ def _step(
                 scale = _distance(before, theirs, names)
             elif other is not None:
                 scale, limit = _distance(other.gradients, theirs, names), GRADIENT_ERROR_BOUND
-            # A part that has no gradient, as a bias that nothing adds to, is equal or wrong.
+            # A part without a gradient, such as a bias that is added to nothing, is either equal or wrong.
             error = 0.0
             if distance:
                 error = distance / max(scale, 1e-30)
@@ -159,16 +159,16 @@ def _step(
 
 
 def _norm_bound(other: StepState, wanted: StepState) -> float:
-    """Return what rounding may add to a gradient's norm, as a share of it.
+    """Return the error of a gradient's norm that rounding may cause, as a share of the norm.
 
-    No more than the length of the error, of which a right run has at most two of the other's; and the error, a sum of
-    many tokens' roundings, lies across the gradient rather than along it: half of it at most.
+    It is at most the length of the error, which in a correct run is at most two of the other's; and the error, a sum of
+    many tokens' rounding errors, is mostly orthogonal to the gradient: at most half of it counts.
     """
     names = list(wanted.gradients)
     apart = 0.0
     size, wanted_size = _size(other.gradients, names), _size(wanted.gradients, names)
     if size and wanted_size:
-        # Clipped gradients have one length: give each its own back.
+        # Clipped gradients have the same length: undo the clipping.
         mine = {name: x * (other.grad_norm / size) for name, x in other.gradients.items()}
         theirs = {name: x * (wanted.grad_norm / wanted_size) for name, x in wanted.gradients.items()}
         apart = _distance(mine, theirs, names) / max(wanted.grad_norm, 1e-30)

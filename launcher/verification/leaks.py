@@ -1,4 +1,4 @@
-"""``probe_leaks``: does a document of a packed row see another, in a run's own layout, kernel, chunks and mixers?"""
+"""``probe_leaks``: test if documents of a packed row see each other, in a run's layout, kernel, chunks and mixers."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 class Probe:
-    """A run's model with random weights, and rows of documents that it reads."""
+    """Model of a run with random weights, and rows of documents for it to read."""
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.mesh, self.device = config, mesh, device
         self.engine: ZeroEngine = build_engine(config, mesh, accumulation=1)
         self.engine.initialize(config.run.seed)
         rows = config.micro_batches(mesh.world_size).rows(0, 0)
-        # The same rows on every data rank: each context group answers for itself.
+        # The same rows on every data rank: each context group is tested independently.
         self.stream = micro_batch(config, 0, rows)
 
     def look(self) -> dict[str, Leaks]:
-        """Return what leaks into likelihoods of tokens, and into losses of documents in training. Collective.
+        """Return leaks into likelihoods of tokens, and into losses of documents in training. Collective.
 
-        With blocks for multi-token prediction also into theirs, and with an encoder what leaks of a source into losses
-        of other documents.
+        With blocks for multi-token prediction also leaks into their losses, and with an encoder leaks of a source into
+        losses of other documents.
         """
         tokens, documents, source = self.stream.tokens, self.stream.document_ids, self.stream.source
         vocab_size = self.config.model.vocab_size
@@ -55,7 +55,7 @@ class Probe:
         return found
 
     def _likelihoods(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
-        """Return each token's negative log-likelihood [B, T, 1], of all ranks."""
+        """Return each token's negative log-likelihood [B, T, 1], gathered from all ranks."""
         stream = self._packed(tokens, document_ids)
         shard = shard_batch(self._asking(stream, stream.document_ids >= 0), self.config, self.mesh)
         task = self.engine.model
@@ -66,15 +66,15 @@ class Probe:
         return whole[:, : tokens.numel()].view(*tokens.shape, 1)
 
     def _asking(self, stream: Stream, told: Tensor) -> Stream:
-        """The stream of which these tokens count: what follows them, or if the objective is masked they themselves."""
+        """Return the stream with these tokens counted: their next tokens, or themselves if the objective is masked."""
         if self.config.mask is None:
             return dataclasses.replace(stream, counted=told)
         return dataclasses.replace(stream, masked=stream.tokens.masked_fill(~told, IGNORED_TARGET))
 
     def _losses(self, tokens: Tensor, document_ids: Tensor, of: str | None = None) -> Tensor:
-        """Return the loss of each token's document [B, T, 1], by the pass that trains: in chunks, if it has any.
+        """Return the loss of each token's document [B, T, 1], from the training pass, in chunks if the run has them.
 
-        ``of`` names another sum than the reported one.
+        ``of`` names a sum other than the reported one.
         """
         stream = self._packed(tokens, document_ids)
         return self._losses_of(stream, stream.document_ids, of)
@@ -103,12 +103,12 @@ class Probe:
         return found[..., None]
 
     def _packed(self, tokens: Tensor, document_ids: Tensor) -> Stream:
-        """The rows of these documents, with what each reads of a source."""
+        """Return the rows of these documents, with the sources that they read."""
         return dataclasses.replace(packed_rows(tokens, document_ids), source=self.stream.source)
 
 
 def probe_text(found: dict[str, Leaks], described: str, started: float, dtype: str) -> tuple[str, bool]:
-    """Return what is said of all, and whether nothing leaks."""
+    """Return the text of the result, and True if nothing leaks."""
     of_tokens = next(iter(found.values()))
     moved = max(of.moved for of in found.values())
     outside = any(of.outside_share for of in found.values())

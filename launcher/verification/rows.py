@@ -1,4 +1,4 @@
-"""Rows of random documents: the same for every process that asks for them."""
+"""Rows of random documents: the same in every process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PADDING = 3
 
 
 def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Stream:
-    """A micro-batch of these rows of a step, counted over all data ranks: packed rows that end in padding.
+    """Build a micro-batch of these rows of a step, numbered over all data ranks: packed rows that end in padding.
 
-    In every second step half of the tokens count in the loss, as of conversations; if the objective is masked, some are
-    masked in every step, and with a pair head documents are of two segments. If the model has an encoder each document
-    reads a source, of any length.
+    In every second step half of the tokens count in the loss, as in conversations; if the objective is masked, some are
+    masked in every step, and with a pair head documents have two segments. If the model has an encoder, each document
+    reads a source of any length.
     """
     rows, tokens = len(rows_of_step), config.data.seq_len
     generator = torch.Generator().manual_seed((step << 20) + rows_of_step.start)
@@ -37,7 +37,7 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Strea
     if config.model.pair_head != "none":
         stream = _with_segments(stream, generator)
     if config.mask is not None:
-        # The tokens themselves are random, so any other one stands for what is read in its place.
+        # The tokens themselves are random, so any other token can replace a masked one.
         is_target = (torch.rand(rows, tokens, generator=generator) < config.mask.rate) & (stream.document_ids >= 0)
         read_as = torch.randint(config.model.vocab_size, (rows, tokens), generator=generator)
         return replace(
@@ -53,7 +53,7 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Strea
 
 
 def _with_segments(stream: Stream, generator: torch.Generator) -> Stream:
-    """The same with two segments in each document, in some order."""
+    """Return the stream with two segments in each document, in random order."""
     lengths_D = torch.tensor(stream.documents.lengths)
     is_text_BT = stream.document_ids != PADDING_DOCUMENT
     second_BT = 2 * stream.positions >= lengths_D[stream.document_ids.clamp(min=0)]
@@ -67,10 +67,10 @@ def _with_segments(stream: Stream, generator: torch.Generator) -> Stream:
 
 
 def _sources(config: ResolvedConfig, num_documents: Sequence[int], generator: torch.Generator) -> Stream:
-    """Rows of as many sources as each row has documents, and of padding behind them; some have no token."""
+    """Return rows of as many sources as each row has documents, padded at the end; some have no tokens."""
     tokens, ids, number = config.data.source_seq_len, [], 0
     for count in num_documents:
-        # The first has tokens enough for one to be changed, and what is behind the last cut is padding.
+        # The first has enough tokens for one to be changed, and tokens after the last cut are padding.
         most = max(1, tokens - _PADDING)
         cuts = torch.randint(most + 1, (count,), generator=generator).clamp(min=min(2, most)).sort().values
         of_row = cuts.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
@@ -85,7 +85,7 @@ def _sources(config: ResolvedConfig, num_documents: Sequence[int], generator: to
 
 
 def source_rows(tokens_BS: Tensor, ids_BS: Tensor, num_documents: Sequence[int]) -> Stream:
-    """Rows of sources by their numbers, ascending in each row, of which some may have no token; padding at its end.
+    """Return rows of sources by their numbers, ascending in each row; some may be empty, and padding is at the end.
 
     Each row has ``num_documents`` numbers, and one more for its padding.
     """
@@ -105,7 +105,7 @@ def source_rows(tokens_BS: Tensor, ids_BS: Tensor, num_documents: Sequence[int])
 
 
 def packed_rows(tokens_BT: Tensor, ids_BT: Tensor) -> Stream:
-    """Rows of these tokens: neighbours of one id in a row are a document, ``PADDING_DOCUMENT`` is padding."""
+    """Return rows of these tokens: adjacent equal ids are a document, ``PADDING_DOCUMENT`` is padding."""
     tokens_N, ids_N = tokens_BT.flatten(), ids_BT.flatten()
     begins_N = ids_N != ids_N.roll(1)
     begins_N[:: tokens_BT.shape[1]] = True
@@ -123,10 +123,10 @@ def packed_rows(tokens_BT: Tensor, ids_BT: Tensor) -> Stream:
 
 
 def _document_lengths(tokens: int, generator: torch.Generator) -> list[int]:
-    """Lengths that add up to so many tokens: a long document first, then shorter and shorter ones."""
+    """Return lengths that add up to ``tokens``: a long document first, then shorter and shorter ones."""
     lengths = []
     while tokens:
-        # Up to half of what is left, so that a row has documents that many ranks share and some that none do.
+        # Up to half of the rest, so that some documents of a row span many ranks and others only one.
         share = 0.25 + 0.5 * float(torch.rand((), generator=generator))
         length = max(1, min(tokens, round(tokens * share)))
         lengths.append(length)

@@ -1,4 +1,4 @@
-"""``verify_run``: shrink, compute in both ways, compare."""
+"""``verify_run``: make the run small, compute it in both ways, compare."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Verdict:
-    """What rank 0 says, and whether all is well; the same on every rank."""
+    """Text for rank 0 to print, and the result, True if all figures are within bounds; the same on every rank."""
 
     text: str
     held: bool
 
 
 def verify_run(asked: RunConfig, device: torch.device) -> Verdict:
-    """Take steps with what was asked for, made small, and the same in one process. Collective.
+    """Take steps with the requested config, made small, and the same in one process. Collective.
 
-    ConfigError for what a run would be refused for.
+    Raise ConfigError if a run would be refused.
     """
     started = time.perf_counter()
     config, mesh, changes = _small_run(asked, device)
@@ -50,18 +50,18 @@ def verify_run(asked: RunConfig, device: torch.device) -> Verdict:
         text = report(findings, changes, described, time.perf_counter() - started)
         return Verdict(text, all(finding.held for finding in findings))
 
-    # The others wait, however long it takes.
+    # The others wait without a time limit.
     return on_rank_0(judge)
 
 
 def probe_run(asked: RunConfig, device: torch.device) -> Verdict:
-    """Look whether documents of a row see each other, with what was asked for, made small. Collective.
+    """Test if documents of a row see each other, with the requested config, made small. Collective.
 
-    ConfigError for what a run would be refused for.
+    Raise ConfigError if a run would be refused.
     """
     started = time.perf_counter()
     config, mesh, _ = _small_run(asked, device)
-    # Tokens beyond an expert's capacity are dropped, those of whatever document: that is no leak of attention.
+    # Tokens beyond an expert's capacity are dropped across documents: that is no leak of attention.
     config = replace(config, model=replace(config.model, capacity_factor=0.0))
     found = Probe(config, mesh, device).look()
     text, held = probe_text(found, _described(config, mesh, device), started, config.train.dtype)
@@ -69,7 +69,7 @@ def probe_run(asked: RunConfig, device: torch.device) -> Verdict:
 
 
 def _small_run(asked: RunConfig, device: torch.device) -> tuple[ResolvedConfig, Mesh, tuple[str, ...]]:
-    """Return a run's configuration made small, its mesh, and what was changed. Collective."""
+    """Return a run's configuration made small, its mesh, and the changes. Collective."""
     machine, data = device_of_ranks(device), Data(is_packed=True)
     settled = settle(asked, machine)
     parallel = settled.parallel
@@ -77,7 +77,7 @@ def _small_run(asked: RunConfig, device: torch.device) -> tuple[ResolvedConfig, 
     machine = machine_of_ranks(machine, settled, mesh, device)
     shrunk = shrink(on_rank_0(lambda: resolve(settled, machine, data, say=say_choice)), mesh.world_size)
     check_run(shrunk.config, mesh.world_size)
-    # Smaller rows may lie otherwise on the ranks.
+    # Smaller rows may be distributed differently over the ranks.
     return resolve(shrunk.config, machine, data), mesh, shrunk.changes
 
 
@@ -98,18 +98,18 @@ _SHOWN = 8
 
 
 def report(findings: Sequence[Finding], changes: Sequence[str], described: str, seconds: float) -> str:
-    """What was compared, the largest errors, and the first part that differs."""
+    """Describe the comparison, the largest errors, and the first part that differs."""
     lines = [described]
     if changes:
         lines.append("Made small for it: " + "; ".join(changes) + ".")
     lines.append("")
-    # Of each kind the figure that is nearest to its bound, or furthest beyond it.
+    # For each kind, the figure closest to its bound, or furthest beyond it.
     lines.append(f"{'step':>4}  {'what':<14}{'largest error':>14}{'bound':>10}  part")
     for step in sorted({finding.step for finding in findings}):
         for what in ("experts chosen", "loss", "gradient norm", "gradients", "weights"):
             of_kind = [finding for finding in findings if (finding.step, finding.what) == (step, what)]
             if of_kind:
-                # A bound may be 0: then any error is beyond it.
+                # A bound may be 0: then any error exceeds it.
                 worst = max(of_kind, key=lambda finding: finding.error / max(finding.bound, 1e-30))
                 lines.append(f"{step:>4}  {what:<14}{worst.error:>14.1e}{worst.bound:>10.0e}  {worst.part}")
     lines.append("")
@@ -117,7 +117,7 @@ def report(findings: Sequence[Finding], changes: Sequence[str], described: str, 
     if not broken:
         lines.append(f"They agree: {len(findings)} figures within their bounds, {seconds:.0f} s.")
         return "\n".join(lines)
-    # In the order of computation: what is wrong first may be why the rest is.
+    # In the order of computation: the first wrong part may be the cause of the others.
     first = broken[0]
     part = first.part or "the step as a whole"
     by = f"by {first.error:.2g} (bound {first.bound:.0e})"

@@ -1,4 +1,4 @@
-"""A run's configuration made small: fewer layers, narrower ones, shorter rows; how it is spread stays as it is."""
+"""A run's configuration made small: fewer and narrower layers, shorter rows, with unchanged parallelism."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A small configuration, and what was changed to make it."""
+    """A small configuration, and the changes that were made."""
 
     config: ResolvedConfig
     changes: tuple[str, ...]
@@ -29,14 +29,14 @@ class Shrunk:
 
 
 def shrink(config: ResolvedConfig, world_size: int) -> Shrunk:
-    """The configuration with a small model and short rows.
+    """Return the configuration with a small model and short rows.
 
-    Degrees, layout, transport, kernel, heads, ZeRO, dtype, the number of chunks and all that the loss is made of stay.
+    Degrees, layout, transport, kernel, heads, ZeRO, dtype, number of chunks and all parts of the loss are unchanged.
     Nothing is made larger.
     """
     context, micro_batches = config.parallel.context, config.micro_batches(world_size)
     seq_len = _row_tokens(config)
-    # First and last: where they differ by a row, those of the small run do too.
+    # First and last: if they differ by a row, those of the small run do too.
     sizes = (micro_batches.sizes[0], micro_batches.sizes[-1])[: min(MICRO_BATCHES, len(micro_batches))]
     rows = sum(sizes) * micro_batches.data_degree
     share = seq_len / config.data.seq_len
@@ -68,13 +68,13 @@ def shrink(config: ResolvedConfig, world_size: int) -> Shrunk:
 def _row_tokens(config: ResolvedConfig) -> int:
     context, most = config.parallel.context, TOKENS_A_RANK * config.parallel.context
     if config.parallel.tokens_per_rank:
-        # Of all rows that lie side by side; no fewer than make documents, and than there are ranks.
+        # For all concatenated rows; not too few to make documents, and not fewer than ranks.
         most = max(context, LEAST_TOKENS, most // config.train.micro_batch_rows)
     return min(config.data.seq_len, most)
 
 
 def _model(model: ModelConfig, share: float, expert_degree: int) -> dict[str, Any]:
-    """The fields of a small model with every kind of layer that this one has."""
+    """Return the fields of a small model with every kind of layer that this one has."""
     layers = _num_layers(model)
     values: dict[str, Any] = {
         "num_layers": layers,
@@ -86,7 +86,7 @@ def _model(model: ModelConfig, share: float, expert_degree: int) -> dict[str, An
         "dense_layers": tuple(layer for layer in model.dense_layers if layer < layers),
     }
     if model.window:
-        # As wide a part of the row as it was.
+        # The same share of the row as before.
         values["window"] = max(1, math.ceil(model.window * share))
     if model.sparse_stride:
         values["sparse_stride"] = max(1, math.ceil(model.sparse_stride * share))
@@ -100,10 +100,10 @@ def _model(model: ModelConfig, share: float, expert_degree: int) -> dict[str, An
 
 
 def _num_layers(model: ModelConfig) -> int:
-    """The fewest layers in which every kind of attention meets every kind of FFN that it meets in the model."""
+    """Return the fewest layers with all combinations of attention and FFN kinds that the model has."""
     kinds = [_kind(model, layer) for layer in range(model.num_layers)]
     fewest = max(kinds.index(kind) for kind in kinds) + 1
-    # Patterns must fit, and one layer has no neighbour.
+    # Patterns must fit, and a single layer would have no neighbour.
     return min(model.num_layers, max(2, fewest, len(model.layers), len(model.rope_layers)))
 
 
@@ -112,9 +112,9 @@ def _kind(model: ModelConfig, layer: int) -> tuple[Any, ...]:
 
 
 def _num_experts(model: ModelConfig, expert_degree: int) -> int:
-    """The fewest experts of which tokens have a choice, that groups and ranks divide."""
+    """Return the fewest experts that still give tokens a choice, and that groups and ranks divide."""
     step = math.lcm(expert_degree, model.expert_groups)
-    # In the groups that a token may choose there must be as many as it takes, and two in each.
+    # The groups that a token may choose need as many experts as it takes, and at least two each.
     within = model.groups_per_token / model.expert_groups
     least = max(2 * model.experts_per_token / within, 2 * model.expert_groups, 2 * expert_degree)
     return min(model.num_experts, step * math.ceil(least / step))

@@ -1,4 +1,4 @@
-"""The steps as a run takes them: its mesh, its layout, its transport, its ZeRO stage."""
+"""Steps as a run takes them, with its mesh, layout, transport and ZeRO stage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STEPS = 3
 
 
 def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> Iterator[StepState]:
-    """Every step's state, on rank 0; the others get states without tensors. Collective."""
+    """Yield every step's state, on rank 0; other ranks get states without tensors. Collective."""
     train, model = config.train, config.model.config()
     micro_batches = config.micro_batches(mesh.world_size)
     engine = build_engine(config, mesh, accumulation=len(micro_batches))
@@ -39,7 +39,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
     for step in range(_STEPS):
         rows = [micro_batches.rows(number, mesh.data_rank) for number in range(len(micro_batches))]
         streams = [shard_batch(micro_batch(config, step, own), config, mesh) for own in rows]
-        # As in a run: counted as it travels, then made a batch by the objective, of a rank's own tokens.
+        # As in a run: first counted as a stream, then made a batch by the objective, from a rank's own tokens.
         counts = count_step(engine.model, streams)
         shards = [engine.model.prepare(stream.to(device)) for stream in streams]
         nll, counts_LE = torch.zeros((), dtype=torch.float64, device=device), None
@@ -68,7 +68,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
             if model.selection_bias_rate:
                 move_selection_bias_(selection_biases(engine.model.network), counts_LE, model.selection_bias_rate)
         weights, new = _gather(engine)
-        # Muon's only moment is of the same form, with its own decay.
+        # Muon's only moment has the same form, with its own decay.
         decay = {name: train.beta1 if len(roles) > 2 else train.momentum for name, roles in engine.roles.items()}
         gradients = {name: _gradient(x, moments.get(name), decay[name]) for name, x in new.items()}
         moments = new
@@ -88,7 +88,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
 
 
 def _token_indices(rows: range, shard: Batch, config: ResolvedConfig, mesh: Mesh) -> Tensor:
-    """Return which of the step's tokens a micro-batch of these rows has on this rank; -1 for padding behind them."""
+    """Return the step's indices of the tokens that this rank has of a micro-batch's rows; -1 for padding."""
     seq_len, layout = config.data.seq_len, shard.placement
     index_T = torch.arange(layout.num_tokens)
     index_T = (index_T + rows.start * seq_len).where(index_T < len(rows) * seq_len, -1)
@@ -96,7 +96,7 @@ def _token_indices(rows: range, shard: Batch, config: ResolvedConfig, mesh: Mesh
 
 
 def _gather(engine: ZeroEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Masters and first moments of the whole model on rank 0, flat; nothing elsewhere. Collective."""
+    """Gather flat masters and first moments of the full model on rank 0; other ranks get none. Collective."""
     own = []
     for name, role, start, values in engine.owned_ranges():
         if role in (_MASTER, _FIRST_MOMENT):
@@ -111,7 +111,7 @@ def _gather(engine: ZeroEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _gradient(new: Tensor, old: Tensor | None, beta1: float) -> Tensor:
-    """Return the gradient that made an optimiser's first moment ``new`` of ``old`` (None: of nothing)."""
+    """Return the gradient that changed an optimizer's first moment from ``old`` (None: zero) to ``new``."""
     if old is not None:
         new = new - beta1 * old
     return new / (1 - beta1)

@@ -1,7 +1,7 @@
-"""``ModelFields``: the fields that define a decoder, the role of each, and what follows from them. Pure, no torch.
+"""``ModelFields``: the fields that define a decoder, their roles, and values derived from them. Pure, no torch.
 
-Rules, sizes and Hugging Face families speak of ``ModelFields``; ``longctx.config.ModelConfig`` is the same with its
-rules checked.
+Rules, sizes and Hugging Face families use ``ModelFields``; ``longctx.config.ModelConfig`` is the same with its rules
+checked.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Role = Literal["function", "experts", "training", "length"]
 
 
 def _training(default: Any) -> Any:
-    """A field of the role ``training``."""
+    """Return a field with the role ``training``."""
     return field(default=default, metadata={"role": "training"})
 
 
 def _experts(default: Any) -> Any:
-    """A field of the role ``experts``."""
+    """Return a field with the role ``experts``."""
     return field(default=default, metadata={"role": "experts"})
 
 
 def _length(default: Any) -> Any:
-    """A field of the role ``length``."""
+    """Return a field with the role ``length``."""
     return field(default=default, metadata={"role": "length"})
 
 
@@ -67,7 +67,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFields:
-    """The attention of every layer: projections, scores, which keys a query sees, latents."""
+    """Attention of every layer: projections, scores, visible keys, latents."""
 
     qkv_bias: bool = True
     """Whether the query, key and value projections have a bias (with latent attention: those into latents)."""
@@ -109,7 +109,7 @@ class AttentionFields:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaFields:
-    """Layers with a gated delta rule (kinds gated_delta, kda and mamba2): a state in place of keys and values."""
+    """Layers with a gated delta rule (kinds gated_delta, kda and mamba2): a state instead of keys and values."""
 
     delta_key_heads: int = 0
     """Query and key heads of these layers; 0 is num_heads."""
@@ -129,7 +129,7 @@ class DeltaFields:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalFields:
-    """Layers of the kind global: full attention with heads of their own (Gemma 4)."""
+    """Layers of the kind global: full attention with its own number and size of heads (Gemma 4)."""
 
     global_head_dim: int = 0
     """Width of one of their heads; 0 is head_dim."""
@@ -141,7 +141,7 @@ class GlobalFields:
 
 @dataclass(frozen=True, kw_only=True)
 class PositionFields:
-    """Positions: how attention knows the order of tokens."""
+    """Positions: how attention learns the order of tokens."""
 
     position: str = "rope"
     """Kind of positions: rope, learned, sinusoidal, sinusoidal_halves (sines before cosines, Marian), alibi, t5 (bias
@@ -186,7 +186,7 @@ class BlockFields:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFields:
-    """Layers with a mixture of experts: what the router and the experts compute."""
+    """Layers with a mixture of experts: the computation of the router and the experts."""
 
     num_experts: int = 0
     """Routed experts E a layer; 0 makes every FFN dense."""
@@ -222,7 +222,7 @@ class ExpertFields:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterTrainingFields:
-    """How routers are trained; an evaluation reads none of it."""
+    """Training of the routers; evaluation reads none of these fields."""
 
     balance_loss_weight: float = _training(0.001)
     """Weight of the load-balancing loss."""
@@ -244,7 +244,7 @@ class RouterTrainingFields:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamFields:
-    """The residual stream, the embeddings at its ends, and how weights start."""
+    """Residual stream, embeddings at both ends, and weight initialisation."""
 
     tie_embeddings: bool = True
     """Whether the output head is the embedding table."""
@@ -284,11 +284,11 @@ class DeltaSizes(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Channels of queries, keys and values, which the convolution reads."""
+        """Number of query, key and value channels, all of which pass through the convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
-# A dataclass collects the fields of its bases from the last to the first, so the fields stand in the order above.
+# A dataclass collects the fields of its bases from last to first, so the fields are in the order above.
 @dataclass(frozen=True, kw_only=True)
 class ModelFields(
     StreamFields,
@@ -301,10 +301,10 @@ class ModelFields(
     AttentionFields,
     Sizes,
 ):
-    """Every field of a decoder, and what follows from several of them. Nothing is checked here.
+    """All fields of a decoder, and values derived from several of them. Nothing is checked here.
 
-    Where a number may be left out, 0 means that there is none (or the usual one). The defaults are a small Qwen2:
-    RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU.
+    If a number is optional, 0 means that there is none (or the usual one). The defaults describe a small Qwen2: RMSNorm
+    before each part, rotary positions, grouped-query attention, SwiGLU.
     """
 
     @property
@@ -319,7 +319,7 @@ class ModelFields(
 
     @property
     def is_latent(self) -> bool:
-        """Whether keys and values come from a latent (multi-head latent attention)."""
+        """True if keys and values come from a latent (multi-head latent attention)."""
         return self.kv_lora_rank > 0
 
     @property
@@ -332,15 +332,15 @@ class ModelFields(
 
     @property
     def has_constant_gates(self) -> bool:
-        """True if a token has one expert and gates that sum to one: its gate is 1 whatever the router says.
+        """True if a token has one expert and its gates sum to one: the gate is 1 for any output of the router.
 
-        The router then has no gradient of the model's loss, only those of its own losses.
+        The router then gets no gradient from the model's loss, only from its own losses.
         """
         return self.num_experts > 1 and self.experts_per_token == 1 and self.normalize_gates
 
     @property
     def rotary_size(self) -> int:
-        """Rotary channels of a head."""
+        """Number of rotary channels per head."""
         if self.is_latent:
             return self.rope_head_dim
         if self.position != "rope":
@@ -349,7 +349,7 @@ class ModelFields(
 
     @property
     def scale(self) -> float:
-        """Factor of the dot products of queries and keys."""
+        """Factor on the dot products of queries and keys."""
         stretched = 1.0
         if self.position == "rope":
             stretched = self.rope.score_scale()
@@ -357,31 +357,31 @@ class ModelFields(
 
     @property
     def depth(self) -> int:
-        """Blocks with weights of their own kind: the layers, and those behind them for multi-token prediction."""
+        """Number of blocks with their own weights: the layers, followed by those for multi-token prediction."""
         return self.num_layers + self.mtp_layers
 
     def layer_kind(self, layer: int) -> str:
-        """Kind of this layer's attention."""
+        """Return the kind of this layer's attention."""
         if layer >= self.num_layers:
             return "full"
         return self.layers[layer % len(self.layers)]
 
     def has_rope(self, layer: int) -> bool:
-        """Whether this layer has rotary positions."""
+        """Return whether this layer has rotary positions."""
         if self.position != "rope":
             return False
         return layer >= self.num_layers or self.rope_layers[layer % len(self.rope_layers)]
 
     def rope_of(self, layer: int) -> Rope:
-        """The rotary positions of this layer."""
-        # A window is never longer than the training's documents, so its rotation is not stretched (Gemma 3).
+        """Return the rotary positions of this layer."""
+        # A window is never longer than the training documents, so its rotation is not stretched (Gemma 3).
         if self.local_rope_theta and self.layer_kind(layer) == "window":
             partial = 1.0 if self.rope.kind == "proportional" else self.rope.partial
             return Rope(theta=self.local_rope_theta, partial=partial, interleaved=self.rope.interleaved)
         return self.rope
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer's FFN is a mixture of experts."""
+        """Return whether this layer's FFN is a mixture of experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
 
@@ -389,15 +389,15 @@ F = TypeVar("F", bound=ModelFields)
 
 
 def encoder_of(config: F) -> F:
-    """The encoder beside a decoder, as a model: both-sided, and else alike."""
+    """Return the encoder as a model of its own: the decoder's config, bidirectional and with the encoder's depth."""
     return replace(config, causal=False, num_layers=config.encoder_layers, encoder_layers=0)
 
 
 def decoder_of(config: F) -> F:
-    """The decoder without its encoder, and without cross attention."""
+    """Return the decoder without its encoder and without cross attention."""
     return replace(config, encoder_layers=0)
 
 
 def names_of_role(role: Role) -> frozenset[str]:
-    """The fields of that role."""
+    """Return the names of the fields with this role."""
     return frozenset(f.name for f in fields(ModelFields) if f.metadata.get("role", "function") == role)

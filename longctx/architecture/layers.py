@@ -1,6 +1,6 @@
-"""``LayerSpec``: what a layer is made of, as a value. What depends on a layer's kind asks its spec.
+"""``LayerSpec``: the components of a layer, as a value. Code that depends on a layer's kind reads its spec.
 
-What a whole model has, such as latents or the kind of its positions, is a field of the config.
+Properties of the full model, such as latents or the kind of its positions, are fields of the config.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longctx.architecture.rope import Rope
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer: what mixes its tokens, what each token goes through by itself, and its rotary positions."""
+    """A layer: its token mixer, its per-token FFN, and its rotary positions."""
 
     mixer: Mixer
     ffn: Literal["dense", "experts"]
@@ -34,10 +34,10 @@ class LayerSpec:
 
 @lru_cache(maxsize=64)
 def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
-    """The layers of a model, from the first to the last, and behind them those for multi-token prediction."""
+    """Return the layers of a model from first to last, followed by those for multi-token prediction."""
     specs = []
     for layer in range(config.depth):
-        # The config's patterns are repeated over the depth; a spec is of one layer.
+        # The config's patterns repeat over the depth; a spec describes one layer.
         ffn: Literal["dense", "experts"] = "dense"
         if config.has_experts(layer):
             ffn = "experts"
@@ -51,9 +51,9 @@ def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
 
 @lru_cache(maxsize=64)
 def mixers_of(config: ModelFields) -> Mapping[Mixer, int]:
-    """The different mixers of a model, in the order of its layers, and how many layers have each."""
+    """Return the distinct mixers of a model, in layer order, with the number of layers that use each."""
     counts: dict[Mixer, int] = {}
-    # Not by ``layer_specs``: rules ask before rotary positions are known to be right.
+    # Not from ``layer_specs``: rules call this before rotary positions have been checked.
     for layer in range(config.depth):
         mixer = _mixer(config, layer)
         counts[mixer] = counts.get(mixer, 0) + 1
@@ -73,5 +73,5 @@ def _mixer(config: ModelFields, layer: int) -> Mixer:
 
 
 def groups_of(heads: int, wanted: int) -> int:
-    """Groups into which a layer's heads are cut where so many are asked for: as many as divide both."""
+    """Return the number of groups for a layer's heads: the greatest common divisor of ``heads`` and ``wanted``."""
     return math.gcd(heads, wanted)

@@ -1,6 +1,6 @@
-"""Rotary position frequencies, as they were trained and as they are stretched. No tensor library is imported.
+"""Rotary position frequencies, as trained and as stretched. No tensor library is imported.
 
-``longctx/model/rotary.py`` rotates by them.
+``longctx/model/rotary.py`` applies the rotation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _AT_MOST |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "quer
 class Rope:
     """Rotary positions (arXiv 2104.09864): channel pair c of a token at position p is rotated by p · frequency(c).
 
-    All kinds but ``default`` stretch a model trained on ``original_max_positions`` tokens. 0 stands for "not given".
+    All kinds except ``default`` stretch a model trained on ``original_max_positions`` tokens. 0 means "not given".
     """
 
     theta: float = 10_000.0
@@ -90,7 +90,7 @@ class Rope:
             _check_yarn(self)
 
     def check_size(self, rotary_size: int) -> None:
-        """ConfigError unless heads can have ``rotary_size`` rotary channels of this rope."""
+        """Raise ConfigError unless heads can have ``rotary_size`` rotary channels of this rope."""
         # Channels are rotated in pairs.
         if rotary_size < 2 or rotary_size % 2:
             raise ConfigError(
@@ -107,24 +107,24 @@ class Rope:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all channels of a head have an angle."""
+        """True if all channels of a head have an angle."""
         return self.kind == "proportional" or self.partial == 1
 
     def rotary_size(self, head_dim: int) -> int:
-        """Channels of a head that have an angle, if it is 0 for some."""
+        """Return the number of channels per head that have an angle, including angles that are 0."""
         if self.kind == "proportional":
             return head_dim
         return int(head_dim * self.partial)
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether frequencies change with the length of the sequence."""
+        """True if frequencies change with the length of the sequence."""
         return self.kind in ("dynamic", "longrope")
 
     def frequencies(self, rotary_size: int, length: int = 0) -> list[float]:
-        """Radians a token of each of the ``rotary_size / 2`` channel pairs.
+        """Return the radians per token for each of the ``rotary_size / 2`` channel pairs.
 
-        ``length`` is that of the longest whole document, over all ranks; only dynamic and longrope read it.
+        ``length`` is that of the longest full document, over all ranks; only dynamic and longrope read it.
         """
         base = [self._theta(rotary_size, length) ** (-2 * c / rotary_size) for c in range(rotary_size // 2)]
         if self.kind == "linear":
@@ -135,7 +135,7 @@ class Rope:
         if self.kind == "yarn":
             return _yarn_frequencies(self, base, rotary_size)
         if self.kind == "longrope":
-            # All positions of a batch take one table, as in transformers: a long document changes short ones too.
+            # All positions of a batch use one table, as in transformers: a long document changes short ones too.
             divisors = self.short_factor
             if length > self.original_max_positions:
                 divisors = self.long_factor
@@ -145,11 +145,11 @@ class Rope:
         return base
 
     def scale(self) -> float:
-        """Factor on cosines and sines; squared, it is a factor on the rotated channels' part of every score."""
+        """Return the factor on cosines and sines; squared, it scales the rotated channels' part of every score."""
         if self.attention_factor:
             return self.attention_factor
         if self.kind == "yarn":
-            # DeepSeek splits the factor: one part scales rotated channels, the other whole scores (``score_scale``).
+            # DeepSeek splits the factor: one part scales rotated channels, the other the full scores (``score_scale``).
             if self.mscale and self.mscale_all_dim:
                 return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
             return _mscale(self.factor, 1.0)
@@ -158,20 +158,20 @@ class Rope:
         return 1.0
 
     def score_scale(self) -> float:
-        """Factor on whole scores: DeepSeek's ``mscale_all_dim``, squared; 1 elsewhere."""
+        """Return the factor on full scores: DeepSeek's ``mscale_all_dim``, squared; 1 for other models."""
         if self.kind != "yarn" or not self.mscale_all_dim:
             return 1.0
         return _mscale(self.factor, self.mscale_all_dim) ** 2
 
     def _theta(self, rotary_size: int, length: int) -> float:
-        """The base, grown so that the slowest pair rotates ``factor`` times slower (NTK-aware scaling)."""
+        """Return the base, increased so that the slowest pair rotates ``factor`` times slower (NTK-aware scaling)."""
         if self.kind == "ntk":
             growth = self.factor
         elif self.kind == "dynamic":
             growth = self.factor * max(length / self.original_max_positions, 1) - (self.factor - 1)
         else:
             return self.theta
-        # One pair alone has the frequency 1 for every base, and the exponent below would divide by 0.
+        # A single pair has frequency 1 for every base, and the exponent below would divide by 0.
         if rotary_size <= 2:
             return self.theta
         return self.theta * growth ** (rotary_size / (rotary_size - 2))
@@ -181,8 +181,8 @@ _DEFAULTS = {f.name: f.default for f in fields(Rope)}
 
 
 def _check_kind(rope: Rope) -> None:
-    """ConfigError for a field that the kind does not read, and for one that it lacks."""
-    # Nothing would read such a field: the model would not be the one that was meant.
+    """Raise ConfigError for a field that the kind does not read, and for one that it lacks."""
+    # An option without effect is an error: the model would differ from the intended one.
     for name, kinds in _READ_BY.items():
         value = getattr(rope, name)
         if rope.kind not in kinds and value != _DEFAULTS[name]:
@@ -208,7 +208,7 @@ def _check_kind(rope: Rope) -> None:
 
 
 def _check_numbers(rope: Rope) -> None:
-    """ConfigError for a number out of its range, whatever the kind."""
+    """Raise ConfigError for a number out of range, for any kind."""
     if not 1 < rope.theta < math.inf:
         raise ConfigError(f"model.rope.theta={rope.theta} must be a number above 1, such as 10000.")
     if not 1 <= rope.factor < math.inf:
@@ -227,7 +227,7 @@ def _check_numbers(rope: Rope) -> None:
 
 
 def _check_yarn(rope: Rope) -> None:
-    """ConfigError for numbers of yarn that contradict each other."""
+    """Raise ConfigError if yarn's numbers contradict each other."""
     if rope.beta_fast < rope.beta_slow:
         raise ConfigError(
             f"model.rope.beta_fast={rope.beta_fast} must not be below model.rope.beta_slow={rope.beta_slow}: pairs "
@@ -250,16 +250,16 @@ def _yarn_frequencies(rope: Rope, base: list[float], rotary_size: int) -> list[f
     """Keep fast channel pairs, divide slow ones by ``factor``, and blend in between (YaRN, section 3.2)."""
 
     def pair_of(rotations: float) -> float:
-        """The (fractional) pair with so many rotations in the original length."""
+        """Return the (fractional) pair that completes ``rotations`` rotations in the original length."""
         wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
         return rotary_size * math.log(wavelength) / (2 * math.log(rope.theta))
 
-    # Pairs below ``low`` rotate often enough to have seen every angle in training; those above ``high`` have not.
+    # Pairs below ``low`` rotate often enough to have seen every angle in training; those above ``high`` do not.
     low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_size - 1)
-    # As transformers does it, where both bounds are one pair.
+    # As in transformers, if both bounds are one pair.
     width = high - low or 0.001
     divided = [min(max((c - low) / width, 0.0), 1.0) for c in range(len(base))]
     return [f * (1 - share) + f / rope.factor * share for f, share in zip(base, divided, strict=True)]
@@ -277,7 +277,7 @@ def _llama3_frequency(rope: Rope, frequency: float) -> float:
 
 
 def _mscale(factor: float, weight: float) -> float:
-    """YaRN's growth of attention with the factor: 0.1 · weight · ln(factor) + 1."""
+    """Return YaRN's attention scale for a factor: 0.1 · weight · ln(factor) + 1."""
     if factor <= 1:
         return 1.0
     return 0.1 * weight * math.log(factor) + 1.0

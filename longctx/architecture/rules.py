@@ -1,4 +1,4 @@
-"""What must hold between the fields of a ``ModelFields``. Each message names the value, the rule, the nearest fit."""
+"""Rules between the fields of a ``ModelFields``. Each message names the value, the rule and the nearest valid value."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ AT_MOST = {
 
 
 def check_model(config: ModelFields) -> None:
-    """ConfigError for the first rule that does not hold."""
+    """Raise ConfigError for the first rule that is violated."""
     # Types and ranges first: the later rules compare and divide.
     check_types(config, "model")
     _check_numbers(config)
@@ -136,9 +136,9 @@ def check_model(config: ModelFields) -> None:
 
 
 def _check_mtp(config: ModelFields) -> None:
-    """ConfigError for models whose embeddings or streams blocks for multi-token prediction would read in another way.
+    """Raise ConfigError if blocks for multi-token prediction cannot read the model's embeddings or residual stream.
 
-    They read the table of tokens, and hidden states behind the last norm.
+    The blocks read the token embedding table, and hidden states after the last norm.
     """
     wanted = {
         "causal": True,
@@ -167,7 +167,7 @@ def _check_mtp(config: ModelFields) -> None:
 
 
 def _check_encoder(config: ModelFields) -> None:
-    """ConfigError unless an encoder can stand beside the decoder, and cross attention in its layers."""
+    """Raise ConfigError unless the model supports an encoder, and cross attention in the decoder's layers."""
     wanted = {
         "causal": (True, "the decoder's own tokens see none behind them; an encoder alone has model.encoder_layers=0"),
         "num_experts": (0, "routers are counted and replayed by the layers of one stack"),
@@ -193,12 +193,12 @@ def _check_encoder(config: ModelFields) -> None:
                 f"model.{name} names {count} layers, and the encoder has model.encoder_layers={config.encoder_layers}; "
                 "kinds are repeated over the depth of either. Name fewer, or more of its layers."
             )
-    # The encoder's own tokens see both sides, which some fields cannot be.
+    # The encoder's own tokens are bidirectional, which some fields do not support.
     check_model(encoder_of(config))
 
 
 def _check_numbers(config: ModelFields) -> None:
-    """ConfigError for a number out of its range, whatever the others are."""
+    """Raise ConfigError for a number out of range, independent of the other fields."""
     for name in _AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ConfigError(f"model.{name}={getattr(config, name)} must be at least 1.")
@@ -222,7 +222,7 @@ def _check_numbers(config: ModelFields) -> None:
 
 
 def _check_heads(config: ModelFields) -> None:
-    """ConfigError unless equally many query heads share each key/value head."""
+    """Raise ConfigError unless each key/value head serves equally many query heads."""
     if config.num_heads % config.num_kv_heads:
         divisors = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
         raise ConfigError(
@@ -232,7 +232,7 @@ def _check_heads(config: ModelFields) -> None:
 
 
 def _check_layers(config: ModelFields) -> None:
-    """ConfigError for kinds of layers that do not exist, and for a window or stride that none of them reads."""
+    """Raise ConfigError for unknown kinds of layers, and for a window or stride that no layer reads."""
     if not config.layers or not set(config.layers) <= set(MIXERS):
         raise ConfigError(
             f"model.layers={shown(list(config.layers))} must name one or more of {list(MIXERS)}, on a command line "
@@ -247,7 +247,7 @@ def _check_layers(config: ModelFields) -> None:
             )
     if config.shared_layers:
         _check_shared(config)
-    # An option without effect is an error: the model would not be the one that was meant.
+    # An option without effect is an error: the model would differ from the intended one.
     for name, readers, usual in (("window", "window and sparse", 4096), ("sparse_stride", "sparse", 128)):
         is_needed, value = is_read(config, name), getattr(config, name)
         if is_needed != (value > 0):
@@ -261,7 +261,7 @@ def _check_layers(config: ModelFields) -> None:
 
 
 def _check_shared(config: ModelFields) -> None:
-    """ConfigError unless all layers can be one block."""
+    """Raise ConfigError unless all layers can be one block."""
     if len(set(config.layers)) > 1 or len(set(config.rope_layers)) > 1:
         raise ConfigError(
             f"model.shared_layers=true makes all layers one block, and model.layers={list(config.layers)}, "
@@ -275,12 +275,12 @@ def _check_shared(config: ModelFields) -> None:
 
 
 def is_read(config: ModelFields, field: str) -> bool:
-    """Return whether a layer of the config reads a field of ``READS``."""
+    """Return whether a layer of the config reads this field of ``READS``."""
     return any(field in READS.get(kind, ()) for kind in config.layers)
 
 
 def _check_mixers(config: ModelFields) -> None:
-    """ConfigError for fields that a mixer of the model cannot have, or that none reads."""
+    """Raise ConfigError for fields that a mixer of the model does not support, or that none reads."""
     if not config.is_latent:
         for name in ("q_lora_rank", "rope_head_dim", "value_head_dim"):
             if getattr(config, name):
@@ -288,7 +288,7 @@ def _check_mixers(config: ModelFields) -> None:
                     f"model.{name}={getattr(config, name)} belongs to latent attention; set model.kv_lora_rank too, or "
                     f"model.{name}=0."
                 )
-    # Sizes of kinds of layers that the model does not have.
+    # Sizes for kinds of layers that the model does not have.
     for owners, group in (("gated_delta, kda and mamba2", DeltaFields), ("global", GlobalFields)):
         for field in fields(group):
             value = getattr(config, field.name)
@@ -319,12 +319,12 @@ def _check_mixers(config: ModelFields) -> None:
 
 
 def _check_positions(config: ModelFields) -> None:
-    """ConfigError for what rotary positions cannot be, and for their fields where positions are of another kind."""
+    """Raise ConfigError for invalid rotary positions, and for rotary fields if positions are of another kind."""
     if config.position == "rope":
         config.rope.check_size(config.rotary_size)
     else:
-        # An option without effect is an error, not a silence: the model would not be the one that was meant.
-        # Compared with defaults: a config file may name them all.
+        # An option without effect is an error, not ignored silently: the model would differ from the intended one.
+        # Compared with defaults, because a config file may name them all.
         defaults = {"rope": type(config.rope)(), "rope_layers": (True,), "local_rope_theta": 0}
         for name, value in defaults.items():
             if getattr(config, name) != value:
@@ -346,8 +346,8 @@ def _check_positions(config: ModelFields) -> None:
 
 
 def _check_biases(config: ModelFields) -> None:
-    """ConfigError for what positions of other kinds cannot be."""
-    # Sinusoids that are added have the tables' width, those of distances the model's.
+    """Raise ConfigError for invalid fields of the other kinds of positions."""
+    # Added sinusoids have the width of the embedding tables, those of distances the width of the model.
     name, width = "hidden_size", config.hidden_size
     if config.position != "relative" and config.embedding_size:
         name, width = "embedding_size", config.embedding_size
@@ -359,8 +359,8 @@ def _check_biases(config: ModelFields) -> None:
     if config.position != "t5":
         return
     buckets, farthest = config.relative_buckets, config.relative_max_distance
-    # Both sides have buckets of their own. Half of a side's hold one distance each; the others grow with its logarithm
-    # up to the farthest.
+    # Each side has its own buckets. Half of them hold one distance each; the others grow logarithmically up to the
+    # farthest distance.
     sides = 1 if config.causal else 2
     if buckets < 2 * sides or buckets % sides:
         rule = "at least 2"
@@ -376,7 +376,7 @@ def _check_biases(config: ModelFields) -> None:
 
 
 def _check_ends(config: ModelFields) -> None:
-    """ConfigError for a front and a head that do not fit together."""
+    """Raise ConfigError if embeddings and head do not fit together."""
     if config.position_offset and config.position != "learned":
         raise ConfigError(
             f"model.position_offset={config.position_offset} is a row of a table of learned positions, and "
@@ -402,7 +402,7 @@ def _check_ends(config: ModelFields) -> None:
 
 
 def _check_ffn(config: ModelFields) -> None:
-    """ConfigError unless dense layers are layers of the model, and have a width."""
+    """Raise ConfigError unless dense layers exist in the model and have a width."""
     wrong = [n for n in config.dense_layers if not 0 <= n < config.num_layers]
     if len(config.dense_layers) > config.num_layers:
         raise ConfigError(
@@ -418,13 +418,13 @@ def _check_ffn(config: ModelFields) -> None:
             f"model.dense_layers={list(config.dense_layers)} leaves no layer to model.num_experts="
             f"{config.num_experts}. Try model.num_experts=0, or fewer dense layers."
         )
-    # Where every layer has experts nobody reads the dense width.
+    # If every layer has experts, the dense width is not read.
     if (not config.num_experts or config.dense_layers) and config.ffn_size < 1:
         raise ConfigError(f"model.ffn_size={config.ffn_size} must be at least 1: there are dense layers.")
 
 
 def _check_experts(config: ModelFields) -> None:
-    """ConfigError for a choice of experts that cannot be made, and for options that would have no effect on it."""
+    """Raise ConfigError for an impossible choice of experts, and for options without effect on it."""
     E, groups, most = config.num_experts, config.expert_groups, config.groups_per_token
     if config.activation not in GATED:
         raise ConfigError(f"model.activation={config.activation!r} is not gated; experts take one of {list(GATED)}.")
@@ -433,7 +433,7 @@ def _check_experts(config: ModelFields) -> None:
         raise ConfigError(f"model.expert_groups={groups} does not divide model.num_experts={E}. Try one of {divisors}.")
     if most > groups:
         raise ConfigError(f"model.groups_per_token={most} is more than model.expert_groups={groups}. Try {groups}.")
-    # A token chooses among the experts of its best groups only.
+    # A token chooses only among the experts of its best groups.
     reachable = E // groups * most
     if not 1 <= config.experts_per_token <= reachable:
         where = f"the {reachable} experts of {most} of {groups} groups"
@@ -455,7 +455,7 @@ def _check_experts(config: ModelFields) -> None:
             f"model.selection_bias_rate={config.selection_bias_rate} moves a bias that the model does not have. Set "
             "model.selection_bias=true, or model.selection_bias_rate=0."
         )
-    # Below 1 the experts have fewer slots together than there are tokens.
+    # Below 1 the experts have fewer slots in total than there are tokens.
     if 0 < config.capacity_factor < 1:
         raise ConfigError(
             f"model.capacity_factor={config.capacity_factor} drops tokens however even the load is. Try 1.25, or 0 for "

@@ -1,4 +1,4 @@
-"""How many parameters a model has, by arithmetic alone: nothing is allocated, whatever the size.
+"""Parameter counts of a model, by arithmetic alone: nothing is allocated, at any size.
 
 Axes: M model width, H query heads, K key/value heads, D query/key head size, V value head size, F FFN width, E experts.
 """
@@ -34,16 +34,16 @@ the projections before the blocks for multi-token prediction."""
 
 
 def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, int]:
-    """Parameters by component; the values add up to the decoder's total, a tied head counting 0.
+    """Return the number of parameters by component; the values add up to the decoder's total, a tied head counting 0.
 
-    ``active`` counts of the routed experts only the ``experts_per_token`` that one token is routed to, as the "A3B" of
-    Qwen3-30B-A3B does. The router's selection bias is no parameter: it is set by a rule and not by gradients.
+    With ``active``, routed experts count only the ``experts_per_token`` that one token is routed to, like the "A3B" of
+    Qwen3-30B-A3B. The router's selection bias is not a parameter: it is updated by a rule instead of gradients.
     """
     vectors = _sum(config, _block_vectors)
-    # With norms after each sum the last block ends in one already.
+    # With norms after each sum, the last block already ends in one.
     if config.norm_order != "post":
         vectors["norms"] += norm_size(config, config.hidden_size)
-    # Of such a block's two inputs, and behind it.
+    # Norms of such a block's two inputs, and after it.
     vectors["norms"] += 3 * config.mtp_layers * norm_size(config, config.hidden_size)
     vectors["positions"] += _position_table(config)
     _add_front(config, vectors)
@@ -57,10 +57,10 @@ def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, 
 
 
 def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = False) -> dict[str, int]:
-    """Weight matrices by component: no norms, biases, sinks, and no tables of positions, which are only looked up.
+    """Return the number of matrix weights by component: no norms, biases, sinks or position tables (lookups).
 
-    GPT-3's "175 billion" is their sum. ``active`` as in ``count_parameters``; with ``uses`` those of shared layers
-    count once a layer.
+    GPT-3's "175 billion" is their sum. ``active`` as in ``count_parameters``; with ``uses``, shared layers count once
+    per layer.
     """
     counts = _sum(config, _block_matrices, uses=uses)
     if config.encoder_layers:
@@ -71,7 +71,7 @@ def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = Fa
     if not config.tie_embeddings:
         counts["head"] = counts["embedding"]
     if config.embedding_size:
-        # The encoder has a projection of its own.
+        # The encoder has its own projection.
         counts["embedding"] += E * config.hidden_size * (2 if config.encoder_layers else 1)
     if config.head_transform:
         counts["head"] += config.hidden_size * E
@@ -83,22 +83,22 @@ def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = Fa
 
 
 def pair_head_size(config: ModelFields) -> int:
-    """Weights of the pair head's matrices, which a document's first token alone is multiplied by."""
+    """Return the number of weights in the pair head's matrices, which are applied only to a document's first token."""
     return config.hidden_size * (config.hidden_size + 2)
 
 
 def _active(config: ModelFields, routed: int) -> int:
-    """Of all routed experts' parameters, those of the experts that one token is routed to."""
+    """Return the part of all routed experts' parameters that belongs to the experts of one token."""
     if not config.num_experts:
         return 0
-    # Exact: all experts of all layers have one size.
+    # Exact: all experts of all layers have the same size.
     return routed // config.num_experts * config.experts_per_token
 
 
 def _sum(
     config: ModelFields, of_block: Callable[[ModelFields, int], dict[str, int]], *, uses: bool = False
 ) -> Counter[str]:
-    """Parameters by component, over all blocks; shared ones count once, or with ``uses`` as often as they are used."""
+    """Return parameters by component over all blocks; shared ones count once, or with ``uses`` once per use."""
     total: Counter[str] = Counter()
     for layer in range(config.depth):
         if layer and config.shared_layers and not uses:
@@ -108,7 +108,7 @@ def _sum(
 
 
 def _position_table(config: ModelFields) -> int:
-    """Parameters of the one table of positions that all layers read."""
+    """Return the number of parameters in the one table of positions that all layers read."""
     if config.position == "learned":
         return (config.max_positions + config.position_offset) * config.embedding_dim
     if config.position == "t5":
@@ -117,7 +117,7 @@ def _position_table(config: ModelFields) -> int:
 
 
 def _encoder_vectors(encoder: ModelFields) -> Counter[str]:
-    """Parameters of an encoder, but for its matrices."""
+    """Return the number of an encoder's parameters, without its matrices."""
     vectors = _sum(encoder, _block_vectors)
     if encoder.norm_order != "post":
         vectors["norms"] += norm_size(encoder, encoder.hidden_size)
@@ -127,7 +127,7 @@ def _encoder_vectors(encoder: ModelFields) -> Counter[str]:
 
 
 def _add_front(config: ModelFields, counts: Counter[str]) -> None:
-    """Add what stands before the first layer besides matrices."""
+    """Add the parameters before the first layer, without matrices."""
     E = config.embedding_dim
     counts["embedding"] += config.segments * E
     if config.embedding_size:
@@ -137,7 +137,7 @@ def _add_front(config: ModelFields, counts: Counter[str]) -> None:
 
 
 def _add_head(config: ModelFields, counts: Counter[str]) -> None:
-    """Add what the head has besides matrices."""
+    """Add the parameters of the head, without matrices."""
     E = config.embedding_dim
     if config.head_transform:
         counts["head"] += E
@@ -149,10 +149,10 @@ def _add_head(config: ModelFields, counts: Counter[str]) -> None:
 
 
 def widest_ffn(config: ModelFields) -> int:
-    """Inner values that a token has in the widest FFN: experts and the dense FFN count where there are any."""
+    """Return the number of inner values per token in the widest FFN: experts and the dense FFN, if present."""
     if not config.num_experts:
         return config.ffn_size
-    # All experts that a token is routed to are computed together.
+    # All experts of a token are computed together.
     widths = [config.experts_per_token * config.expert_ffn_size, config.shared_ffn_size]
     if config.dense_layers:
         widths.append(config.ffn_size)
@@ -160,7 +160,7 @@ def widest_ffn(config: ModelFields) -> int:
 
 
 def _block_matrices(config: ModelFields, layer: int) -> dict[str, int]:
-    """Weight matrices of one layer."""
+    """Return the number of matrix weights in one layer."""
     counts, _ = _ffn(config, layer)
     counts["attention"] = layer_specs(config)[layer].mixer.matrices(config)
     if config.encoder_layers:
@@ -172,9 +172,9 @@ def _block_matrices(config: ModelFields, layer: int) -> dict[str, int]:
 
 
 def _block_vectors(config: ModelFields, layer: int) -> dict[str, int]:
-    """Biases, sinks, norms and vectors of positions of one layer."""
+    """Return the number of weights in one layer's biases, sinks, norms and position vectors."""
     _, counts = _ffn(config, layer)
-    # Around attention and FFN, and inside of attention.
+    # Norms around attention and FFN, and inside attention.
     num_norms = 4 if config.norm_order == "sandwich" else 2
     mixer = layer_specs(config)[layer].mixer
     counts["norms"] = num_norms * norm_size(config, config.hidden_size) + mixer.norms(config)
@@ -189,9 +189,12 @@ def _block_vectors(config: ModelFields, layer: int) -> dict[str, int]:
 
 
 def _ffn(config: ModelFields, layer: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Matrices, and biases, of a layer's dense FFN, or of its router and experts; the shared expert has no bias."""
+    """Return matrix weights and biases of a layer's dense FFN, or of its router and experts.
+
+    The shared expert has no bias.
+    """
     M, E = config.hidden_size, config.num_experts
-    # Up; a gated activation has a gate projection beside it. Then down.
+    # Up; a gated activation has a gate projection too. Then down.
     inner = 2 if config.activation in GATED else 1
     projections = inner + 1
     if not config.has_experts(layer):

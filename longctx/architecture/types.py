@@ -1,4 +1,4 @@
-"""Check that every field of a dataclass holds what its annotation says."""
+"""Type checks: every field of a dataclass must match its annotation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _KINDS_OF_VALUE = {int: "a whole number", float: "a number", bool: "true or fals
 
 
 def check_types(config: Any, where: str) -> None:
-    """ConfigError unless every field of a dataclass holds what its annotation says; a float may be a whole number.
+    """Raise ConfigError unless every field of a dataclass matches its annotation; an integer is valid for a float.
 
-    ``where`` is the dotted path of the section, for the message. ``true`` is no number, and ``4096.0`` is not whole.
+    ``where`` is the dotted path of the section, for the message. ``true`` is not a number, and ``4096.0`` is not an
+    integer.
     """
     for name, (kind, is_tuple) in _field_types(type(config)).items():
         value = getattr(config, name)
@@ -33,10 +34,10 @@ def check_types(config: Any, where: str) -> None:
 
 @cache
 def _field_types(cls: type) -> dict[str, tuple[type, bool]]:
-    """Each field's type, or its entries' if it is a tuple."""
+    """Return each field's type, or the type of its entries if it is a tuple."""
     types: dict[str, tuple[type, bool]] = {}
     for name, hint in get_type_hints(cls).items():
-        # Of ``tuple[int, ...]`` the first argument is the entries' type; plain types have no arguments.
+        # The first argument of ``tuple[int, ...]`` is the type of the entries; plain types have no arguments.
         entries = get_args(hint)
         if entries:
             types[name] = entries[0], True
@@ -46,11 +47,11 @@ def _field_types(cls: type) -> dict[str, tuple[type, bool]]:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """Whether a value is of a kind, where a bool is no number and a whole number is a float."""
+    """Return whether a value is of a type; a bool is not a number, and an integer is a valid float."""
     # First, because in Python a bool is an int.
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     if kind is float:
-        # Python's whole numbers have no bound; a float, which all arithmetic with it makes of it, has.
+        # Python integers are unbounded, but floats are not, and all arithmetic with the value converts it to one.
         return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
     return isinstance(value, kind)

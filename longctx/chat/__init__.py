@@ -1,1 +1,1 @@
-"""Conversations: messages as text by a model's chat template, as ids, and which of these a model is trained on."""
+"""Conversations: messages rendered by a model's chat template, their token ids, and which of these ids count."""

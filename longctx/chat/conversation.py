@@ -1,4 +1,4 @@
-"""``Conversation``: messages and tools, from a record as people have them."""
+"""``Conversation``: messages and tools, read from a record in one of the common formats."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MEDIA = ("image", "image_url", "video", "audio", "input_audio", "images", "video
 
 
 class NoConversationError(ValueError):
-    """A record that is no conversation, in a few words; ``turn`` counts from 0, −1 is the record itself."""
+    """Error for a record that is not a conversation, with a short reason; ``turn`` counts from 0, −1 is the record."""
 
     def __init__(self, reason: str, turn: int = -1) -> None:
         super().__init__(reason)
@@ -48,7 +48,7 @@ class NoConversationError(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template renders."""
+    """Input of a chat template."""
 
     messages: tuple[Message, ...]
     """Each with ``role``, and what else its record has; fields that are None are left out."""
@@ -65,10 +65,10 @@ class Conversation:
 
 
 def kind_of(record: Mapping[str, Any]) -> str:
-    """Return by which field a record is a conversation: ``messages``, ``conversations``, ``prompt``; "" for none."""
+    """Return the conversation field of a record: ``messages``, ``conversations`` or ``prompt``; "" if none."""
     for kind in ("messages", "conversations"):
         value = record.get(kind)
-        # A table of strings holds lists as JSON. Any other text is none.
+        # A table of strings holds lists as JSON. Any other text is not a conversation.
         if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
             return kind
     if "prompt" in record and "completion" in record:
@@ -77,7 +77,7 @@ def kind_of(record: Mapping[str, Any]) -> str:
 
 
 def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
-    """Return the conversation of a record. NoConversationError says what is wrong with it, and where."""
+    """Return the conversation of a record. Raise NoConversationError with the fault and its turn."""
     if kind == "prompt":
         turns = _turns(record, "prompt", "user") + _turns(record, "completion", ASSISTANT)
     else:
@@ -86,7 +86,7 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
         raise NoConversationError("it has no messages")
     if len(turns) > _MOST_MESSAGES:
         raise NoConversationError(f"it has {len(turns):,} messages, and {_MOST_MESSAGES:,} are read")
-    # A column of these may be empty, as it is for the texts of a set with pictures.
+    # A column of media may be empty, as for the text-only records of a data set with pictures.
     for name in MEDIA:
         if record.get(name):
             raise NoConversationError(f"it has {name!r}, which are not trained on")
@@ -104,10 +104,10 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
 
 
 def spoken(conversation: Conversation) -> str:
-    """Return what is said in a conversation as one text: each message's role on a line, and then what it says.
+    """Return the text of a conversation as one string: each message's role on a line, followed by its content.
 
-    Reasoning, tools and their calls are lines of JSON with sorted keys, so that the same ones are the same text; of
-    messages that do not count, too.
+    Reasoning, tools and their calls become lines of JSON with sorted keys, so that equal ones give equal text. Messages
+    that do not count are included.
     """
     lines: list[str] = []
     for message in conversation.messages:
@@ -117,7 +117,7 @@ def spoken(conversation: Conversation) -> str:
             content = "".join(map(part_text, content))
         if content is not None:
             lines.append(content)
-        # JSON, and not their own text: they are no part of what is said.
+        # JSON rather than plain text: these are not part of the spoken content.
         for name in ("reasoning_content", "tool_calls"):
             if name in message:
                 lines.append(json.dumps(message[name], ensure_ascii=False, sort_keys=True))
@@ -129,14 +129,14 @@ def spoken(conversation: Conversation) -> str:
 
 
 def part_text(part: Any) -> str:
-    """Return the text of a content's part."""
+    """Return the text of one part of a message's content."""
     if isinstance(part, str):
         return part
     return part["text"]
 
 
 def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
-    """Return the messages of a field: a list of them, a text that is one, or JSON of a list."""
+    """Return the messages of a field: a list of them, a text that is one message, or JSON of a list."""
     value = record.get(field)
     if isinstance(value, str) and role and not _spells_turns(value, field):
         return [{"role": role, "content": value}]
@@ -148,7 +148,7 @@ def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
 
 
 def _spells_turns(text: str, field: str) -> bool:
-    """Return whether a text is JSON of messages, and not one that begins as it does."""
+    """Return whether a text is JSON of messages, and not just a text that begins like it."""
     if not _TURNS.match(text):
         return False
     _check_values(text, field)
@@ -160,7 +160,7 @@ def _spells_turns(text: str, field: str) -> bool:
 
 
 def _system(record: Mapping[str, Any], first: Message) -> str:
-    """Return the system turn of a field of its own; "" if there is none, or if the messages begin with it."""
+    """Return the system turn of a separate ``system`` field; "" if there is none, or if the messages begin with it."""
     system = record.get("system")
     if not isinstance(system, str) or not system:
         return ""
@@ -172,18 +172,18 @@ def _system(record: Mapping[str, Any], first: Message) -> str:
 
 
 def _check_calls(turns: Sequence[Any]) -> None:
-    """Raise NoConversationError for calls, spelt as JSON, that would be too many values together."""
-    # All of them, and before the first is parsed: each alone may be small.
+    """Raise NoConversationError if calls in JSON have too many values in total."""
+    # All of them, before the first is parsed: each alone may be small.
     calls = (turn.get("tool_calls") for turn in turns if isinstance(turn, Mapping))
     if sum(_num_values(call) for call in calls if isinstance(call, str)) > MOST_JSON_VALUES:
         raise NoConversationError(f"its tool_calls have more than {MOST_JSON_VALUES:,} values")
 
 
 def _message(entry: Any, turn: int) -> Message:
-    """Return a message with ``role`` and ``content`` under these names; NoConversationError for what is none."""
+    """Return a message with ``role`` and ``content``. Raise NoConversationError if the entry is not a message."""
     if not isinstance(entry, Mapping):
         raise NoConversationError(f"it is {shown(entry)}, and no message", turn)
-    # Some templates ask of a part only whether it has the key ``image``. In arguments and schemas a null is a value.
+    # Some templates only test whether a part has the key ``image``. In arguments and schemas a null is a value.
     kept = {key: copied(value, nulls=key == "tool_calls") for key, value in entry.items()}
     message = {str(key): value for key, value in kept.items() if value is not None}
     if "role" not in message and "from" in message:
@@ -214,7 +214,7 @@ def _message(entry: Any, turn: int) -> Message:
 
 
 def _media(parts: Sequence[Any]) -> Iterator[str]:
-    """Yield the types of a content's parts that are no text."""
+    """Yield the types of the non-text parts of a content."""
     for part in parts:
         kind = "text"
         if isinstance(part, Mapping):
@@ -226,7 +226,7 @@ def _media(parts: Sequence[Any]) -> Iterator[str]:
 
 
 def _tool_calls(value: Any, turn: int) -> list[Any]:
-    """Return a message's calls; a column of strings holds them as JSON. Arguments stay as they are spelt."""
+    """Return a message's tool calls; a column of strings holds them as JSON. Arguments keep their spelling."""
     if isinstance(value, str):
         value = _parsed(value, "tool_calls", turn)
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
@@ -235,7 +235,7 @@ def _tool_calls(value: Any, turn: int) -> list[Any]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    """Return a record's tools; a column of strings holds them as JSON."""
+    """Return a record's tools, parsed if a column of strings holds them as JSON."""
     if value is None or value == "":
         return []
     if isinstance(value, str):
@@ -246,9 +246,9 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 
 def copied(value: Any, *, nulls: bool) -> Any:
-    """Return a copy of a value of JSON's types; without ``nulls`` no object has a key whose value is null.
+    """Return a copy of a JSON value; without ``nulls``, keys with the value null are dropped.
 
-    A table has such keys in every row, if one row has a value there. RecursionError if it is nested too deep.
+    A table has such keys in every row as soon as one row has a value. Raise RecursionError if it is nested too deep.
     """
     if isinstance(value, Mapping):
         return {str(key): copied(item, nulls=nulls) for key, item in value.items() if nulls or item is not None}
@@ -258,7 +258,7 @@ def copied(value: Any, *, nulls: bool) -> Any:
 
 
 def _weight(value: Any, turn: int) -> bool:
-    """Return whether a message counts."""
+    """Return whether a message counts in the loss."""
     if type(value) not in (int, float, bool) or value not in (0, 1):
         raise NoConversationError(f"weight={shown(value)} is neither 0 nor 1", turn)
     return bool(value)
@@ -278,5 +278,8 @@ def _check_values(text: str, field: str, turn: int = -1) -> None:
 
 
 def _num_values(text: str) -> int:
-    """Return how many values JSON has at most: parsed, each takes some 50 to 100 bytes. Commas in texts count too."""
+    """Return an upper bound on the number of values in JSON (parsed, each takes 50 to 100 bytes).
+
+    Commas in texts count too.
+    """
     return sum(map(text.count, ",[{"))

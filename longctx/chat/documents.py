@@ -1,4 +1,4 @@
-"""``chat_documents``: a conversation as documents: one, one for each reply, or parts of one that is too long."""
+"""``chat_documents``: documents of a conversation: one, one per reply, or parts of one that is too long."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from longctx.chat.encode import CUT_BEFORE, NOTHING_COUNTS, ChatEncoder, Encoded
 
 
 def chat_documents(conversation: Conversation, encoder: ChatEncoder) -> Iterator[EncodedChat | NotCountedError]:
-    """Yield a conversation's documents by the encoder's rule, and for what is left out the reason.
+    """Yield a conversation's documents by the encoder's rule, and the reason for each part that is left out.
 
-    Each document has a token that counts, and at most ``max_tokens``.
+    Each document has at least one token that counts, and at most ``max_tokens``.
     """
     for part in _parts(conversation, encoder):
         yield from _fitted(part, encoder)
 
 
 def _parts(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Conversation]:
-    """Yield the conversation, or with ``each`` its beginning up to each reply, if there is one."""
+    """Yield the conversation, or with ``each`` its beginning up to each reply, if there are any."""
     if encoder.rule.train_on != "each":
         yield conversation
         return
@@ -31,7 +31,7 @@ def _parts(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Convers
 
 
 def _fitted(conversation: Conversation, encoder: ChatEncoder) -> Iterator[EncodedChat | NotCountedError]:
-    """Yield a document of at most ``max_tokens``, or several."""
+    """Yield one or more documents of at most ``max_tokens``."""
     rule = encoder.rule
     try:
         encoded = encoder.encode(conversation)
@@ -51,9 +51,9 @@ def _fitted(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Encode
 def _split(
     conversation: Conversation, encoder: ChatEncoder, max_tokens: int
 ) -> Iterator[EncodedChat | NotCountedError]:
-    """Yield parts of whole exchanges, each with the system turn, as many exchanges each as fit.
+    """Yield parts of complete exchanges, each with the system turn and as many exchanges as fit.
 
-    If one reply counts, the part that ends with it alone.
+    If one reply counts, yield only the part that ends with it.
     """
     is_one = encoder.rule.train_on in ("last", "each")
     if is_one:
@@ -72,7 +72,7 @@ def _split(
         return encoded
 
     if is_one and exchanges:
-        # One reply counts: as much of what precedes it as fits.
+        # One reply counts: keep as much before it as fits.
         _, found = _most(lambda count: part(len(exchanges) - count, count), len(exchanges))
         yield _counting(found)
         return
@@ -80,7 +80,7 @@ def _split(
     while first < len(exchanges):
         count, found = _most(lambda count, first=first: part(first, count), len(exchanges) - first)
         found = _counting(found)
-        # A question behind the last reply, or exchanges without weight, are no conversation that is lost.
+        # A question after the last reply, or exchanges without weight, do not count as a lost conversation.
         if isinstance(found, EncodedChat) or found.reason != empty.reason:
             counts = True
             yield found
@@ -92,9 +92,10 @@ def _split(
 def _most(
     part: Callable[[int], EncodedChat | NotCountedError], limit: int
 ) -> tuple[int, EncodedChat | NotCountedError]:
-    """Return the most exchanges, up to ``limit``, that a part holds, and the part: one that fits, or why one does not.
+    """Return the largest number of exchanges, up to ``limit``, that fits into a part, and that part.
 
-    Doubled until they are too many, and then halved: a few parts are encoded for each that is kept.
+    If not even one exchange fits, return the reason. The number is doubled until it is too large, then bisected, so
+    only a few parts are encoded for each that is kept.
     """
     fits, found = 1, part(1)
     too_many = limit + 1
@@ -113,7 +114,7 @@ def _most(
 
 
 def _exchanges(conversation: Conversation) -> tuple[list[int], list[list[int]]]:
-    """Return the system turns that a conversation begins with, and its turns from each question to the next."""
+    """Return the leading system turns of a conversation, and its turns grouped from each question to the next."""
     roles = [message["role"] for message in conversation.messages]
     begin = 0
     while begin < len(roles) and roles[begin] in ("system", "developer"):
@@ -127,8 +128,8 @@ def _exchanges(conversation: Conversation) -> tuple[list[int], list[list[int]]]:
 
 
 def _counting(found: EncodedChat | NotCountedError, reason: str = NOTHING_COUNTS) -> EncodedChat | NotCountedError:
-    """Return the same, or the error of a document in which nothing counts."""
-    # The first token is nobody's target.
+    """Return ``found``, or an error if none of its tokens counts."""
+    # The first token is never a target.
     if isinstance(found, EncodedChat) and not found.counted[1:].any():
         return NotCountedError(reason)
     return found

@@ -1,9 +1,10 @@
-"""``ChatEncoder``: a conversation as ids, and which of them a model is trained on: derived, or refused.
+"""``ChatEncoder``: token ids of a conversation, and which of them count in the loss; refused if they cannot be derived.
 
-A reply's tokens are known in one of two ways. A template may mark them (``{% generation %}``). Else the messages before
-a reply are rendered by themselves, with the prompt for the next one, and then those with the reply; the text of all has
-to begin with each, and the ids with those of the prompt. A template that changes a turn when another follows, as those
-do that drop earlier reasoning, is refused with the turn: what a model would be trained on is not what it will see.
+A reply's tokens are found in one of two ways. A template may mark them (``{% generation %}``). Otherwise the messages
+before a reply are rendered separately, with the prompt for the next one, and again with the reply: the full text has to
+begin with each of these, and the full ids with those of the prompt. A template that changes a turn when another
+follows, such as one that drops earlier reasoning, is refused with an error that names the turn: the model would be
+trained on text that it will not see later.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ UNTRAINED = {
 
 
 class NotCountedError(DataError):
-    """A conversation of which it cannot be said which tokens count, or that a template refuses."""
+    """Error for a conversation whose counted tokens cannot be derived, or that a template refuses."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -60,7 +61,7 @@ class NotCountedError(DataError):
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """A conversation as ids."""
+    """Encoded conversation."""
 
     text: str
     ids: np.ndarray
@@ -71,7 +72,7 @@ class EncodedChat:
     """int64 [N]: for each token the character of the text behind it."""
 
     def begin(self, num_tokens: int) -> EncodedChat:
-        """Return the first so many tokens, at least one, and their text."""
+        """Return the first ``num_tokens`` tokens, at least one, and their text."""
         kept = slice(num_tokens)
         text = self.text[: self.stops[kept][-1]]
         return EncodedChat(text, self.ids[kept], self.counted[kept], self.stops[kept])
@@ -81,10 +82,10 @@ _USUAL = ChatRule()
 
 
 class ChatEncoder:
-    """Conversations as ids, by a tokenizer and its chat template."""
+    """Encoder of conversations to ids, by a tokenizer and its chat template."""
 
     def __init__(self, tokenizer: Tokenizer, rule: ChatRule = _USUAL) -> None:
-        """DataError for a tokenizer without a template, if the rule gives none."""
+        """Raise DataError if the tokenizer has no template and the rule gives none."""
         self.tokenizer, self.rule = tokenizer, rule
         texts = {DEFAULT: rule.template}
         if rule.template is None:
@@ -104,25 +105,25 @@ class ChatEncoder:
 
     @property
     def marks_replies(self) -> bool:
-        """Whether its template says what the model is to say."""
+        """True if a template marks the model's replies."""
         return any(template.marks_replies for template in self._templates.values())
 
     @property
     def _train_on(self) -> TrainOn:
-        """Which tokens of a document count."""
+        """Tokens of a document that count."""
         if self.rule.train_on == "each":
             return "last"
         return self.rule.train_on
 
     def close(self) -> None:
-        """End the processes that render."""
+        """End the rendering processes."""
         for template in self._templates.values():
             template.close()
 
     def encode(self, conversation: Conversation) -> EncodedChat:
-        """Return a conversation's ids, whatever their number.
+        """Return a conversation's ids, however many there are.
 
-        NotCountedError if its template refuses it, or if it cannot be derived which tokens count.
+        Raise NotCountedError if its template refuses it, or if the tokens that count cannot be derived.
         """
         train_on = self._train_on
         template = self._template(conversation)
@@ -133,7 +134,8 @@ class ChatEncoder:
         if train_on != "all" and not template.marks_replies:
             prompted = [True]
         elif not counts_all:
-            # Some templates end a conversation that asks for no reply: then a prompt is what precedes one.
+            # Some templates add an ending if no reply is requested: then the text before a message is the one with a
+            # prompt.
             prompted = [False, True]
         asks: list[tuple[int, bool]] = []
         if prompted:
@@ -144,7 +146,7 @@ class ChatEncoder:
         growth = np.cumsum([0, *(stop - start - 1 for start, stop in restored.plain)])
 
         def moved(at: int) -> int:
-            """Return where a character of the rendered text stands in the restored one."""
+            """Return the position in the restored text of a character of the rendered text."""
             return at + int(growth[np.searchsorted(places, at)])
 
         counted = np.ones(len(located.ids), dtype=bool)
@@ -163,7 +165,7 @@ class ChatEncoder:
     def encode_prompt(self, conversation: Conversation) -> np.ndarray:
         """Return the ids of a conversation with the prompt for its next reply, int32 [N].
 
-        NotCountedError if the template refuses it.
+        Raise NotCountedError if the template refuses it.
         """
         guard = Guard(self._spellings)
         rendered = self._rendered(self._template(conversation), conversation, guard, add_generation_prompt=True)
@@ -178,7 +180,7 @@ class ChatEncoder:
         spans: list[Span],
         marked: list[Span],
     ) -> np.ndarray:
-        """Return which ids count."""
+        """Return the mask of ids that count."""
         if self._train_on == "all":
             return located.within(spans)
         if template.marks_replies:
@@ -196,7 +198,7 @@ class ChatEncoder:
         return counted
 
     def _is_behind_prompt(self, template: ChatTemplate, conversation: Conversation, guard: Guard, turn: int) -> bool:
-        """Return whether a reply follows its prompt if nothing follows it."""
+        """Return whether a reply follows its prompt if it is the last message."""
         part = conversation.part(range(turn + 1))
         try:
             (found,) = self._rendered(template, part, guard, beginnings=[(turn, True)]).beginnings
@@ -205,7 +207,7 @@ class ChatEncoder:
         return isinstance(found, int)
 
     def _rendered(self, template: ChatTemplate, conversation: Conversation, guard: Guard, **options: Any) -> Rendered:
-        """Return a conversation as text, what would pass for control tokens hidden by the guard."""
+        """Return a conversation as text, with the guard hiding text that looks like control tokens."""
         try:
             messages, tools = guard.hide(list(conversation.messages)), guard.hide(list(conversation.tools))
         except ValueError as error:
@@ -225,10 +227,10 @@ class ChatEncoder:
 
 
 def _rendered_messages(render: Callable[..., Rendered], messages: list[Any], **options: Any) -> Rendered:
-    """Return messages as text; parts of their contents are joined if the template knows none."""
+    """Return messages as text; parts of their contents are joined if the template does not support parts."""
     joined = list(map(_with_joined_parts, messages))
     if joined != messages:
-        # Some templates know parts; others leave them out, write them as a list, or fail on one.
+        # Some templates support parts; others leave them out, write them as a list, or fail on one.
         try:
             rendered = render(messages, **options)
             if not _loses_parts(rendered.text, messages):
@@ -245,7 +247,7 @@ def _rendered_messages(render: Callable[..., Rendered], messages: list[Any], **o
 
 
 def _loses_parts(text: str, messages: Sequence[Any]) -> bool:
-    """Return whether a template leaves out a content's parts, or writes them as a list."""
+    """Return whether a template drops parts of a content, or writes them as a list."""
     for message in messages:
         content = message.get("content")
         if not isinstance(content, list):
@@ -257,16 +259,16 @@ def _loses_parts(text: str, messages: Sequence[Any]) -> bool:
 
 
 def _with_joined_parts(message: Any) -> Any:
-    """Return a message whose content is one text."""
+    """Return a message with its content joined into one text."""
     if not isinstance(message.get("content"), list):
         return message
     return {**message, "content": "".join(map(part_text, message["content"]))}
 
 
 def _prompts_unasked(tokenizer: Tokenizer, render: Callable[..., Rendered]) -> bool:
-    """Return whether a template writes the prompt for a reply, or its beginning, behind every last message.
+    """Return whether a template writes the prompt for a reply, or its beginning, after every last message.
 
-    That is what another question takes away, and what stands between a question and its reply.
+    That is the text which disappears when another question follows, and which appears between a question and its reply.
     """
     said = ["one question", "one answer", "another question"]
     turns = [{"role": role, "content": text} for role, text in zip(("user", ASSISTANT, "user"), said, strict=True)]
@@ -284,13 +286,14 @@ def _prompts_unasked(tokenizer: Tokenizer, render: Callable[..., Rendered]) -> b
         return False
     at = between.find(unasked)
     if at == 0 and unasked in tokenizer.controls.spellings():
-        # The end of a conversation, if a question's is the same, but for a token that alone is the prompt.
+        # The end of a conversation, if a question ends with the same token; except for a token that alone is the
+        # prompt.
         return between.rstrip() == unasked != answered.partition(said[1])[2].strip()
     return at >= 0
 
 
 def _refused_turn(render: Callable[[list[Any]], Rendered], messages: list[Any]) -> int:
-    """Return the first message up to which a template refuses a conversation that it refuses as a whole."""
+    """Return the index of the first message up to which a template refuses a conversation."""
     accepted, refused = 0, len(messages)
     while accepted + 1 < refused:
         middle = (accepted + refused) // 2
@@ -310,7 +313,7 @@ def _restored(guard: Guard, text: str) -> tuple[Restored, list[int]]:
 
 
 def _replies(conversation: Conversation, train_on: TrainOn) -> list[int]:
-    """Return the messages whose tokens may count."""
+    """Return the indices of messages with tokens that may count."""
     turns = [
         turn
         for turn, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=True))
@@ -323,17 +326,17 @@ def _replies(conversation: Conversation, train_on: TrainOn) -> list[int]:
 
 
 def _counts_all(conversation: Conversation, train_on: TrainOn) -> bool:
-    """Return whether all that may count does, so that nobody need know which message a token is of."""
+    """Return whether all tokens that may count do, so that no token needs to be assigned to a message."""
     return all(conversation.weights) and train_on != "last"
 
 
 def _bounds(
     replies: Sequence[int], beginnings: Sequence[int | str], ways: int, behind_prompt: Callable[[int], bool]
 ) -> list[Span]:
-    """Return the characters of each reply. NotCountedError names the first turn that changes its past.
+    """Return the character span of each reply. NotCountedError names the first turn that changes its past.
 
-    ``beginnings`` are for each reply what precedes it in so many ``ways``, and what ends with it. ``behind_prompt``
-    says of a reply whether it follows its prompt at least if nothing follows it.
+    ``beginnings`` holds, for each reply, the text lengths before it in each of ``ways`` ways, and the length up to its
+    end (or an error message). ``behind_prompt`` returns whether a reply follows its prompt if it is the last message.
     """
     if not ways:
         return []
@@ -356,10 +359,10 @@ def _bounds(
 
 
 def _check_prompt(tokenizer: Tokenizer, located: Located, restored: Restored, start: int) -> None:
-    """Raise NotCountedError unless the ids before a reply are those of the prompt alone."""
+    """Raise NotCountedError unless the ids before a reply equal those of the prompt alone."""
     text = restored.text
     before = int(np.searchsorted(located.stops, start, side="right"))
-    # From the last control token on: what stands before it is encoded by itself in both.
+    # From the last control token on: text before it is encoded separately in both.
     control = np.flatnonzero(tokenizer.is_control[located.ids[:before]])
     first, at = 0, 0
     if len(control):
@@ -374,7 +377,7 @@ def _check_prompt(tokenizer: Tokenizer, located: Located, restored: Restored, st
 
 
 def _turn_end(tokenizer: Tokenizer, located: Located, text: str, start: int, stop: int) -> int:
-    """Return where a reply ends: behind its last control token if nothing but white space follows it."""
+    """Return the end of a reply: after its last control token if only white space follows that."""
     first, last = np.searchsorted(located.starts, [start, stop])
     control = np.flatnonzero(tokenizer.is_control[located.ids[first:last]])
     if len(control):
@@ -385,7 +388,7 @@ def _turn_end(tokenizer: Tokenizer, located: Located, text: str, start: int, sto
 
 
 def template_variables(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what templates know of special tokens."""
+    """Return the template variables for special tokens."""
     found = variables(tokenizer.files, tokenizer.path)
     named = {"bos_token": tokenizer.special.bos, "eos_token": tokenizer.special.end}
     own = {key: tokenizer.piece(token) for key, token in named.items() if token is not None}

@@ -1,4 +1,4 @@
-"""``turn_ends``: the control token with which a chat template ends a reply."""
+"""``turn_ends``: the control token that ends a reply in a chat template."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _USUAL = Conversation(
 
 
 def turn_ends(encoder: ChatEncoder) -> set[int]:
-    """Return the control token that ends a reply, or no token if the template writes none.
+    """Return the control token that ends a reply, or an empty set if the template writes none.
 
-    It is a reply's last, and if it cannot be said which tokens are a reply's, the first one behind its text.
+    It is the last one of a reply; if the reply's tokens cannot be derived, the first one after its text.
     """
     reader = copy.copy(encoder)
     try:
@@ -38,7 +38,7 @@ def turn_ends(encoder: ChatEncoder) -> set[int]:
     if not len(controls):
         return set()
     end = controls[which]
-    # White space alone stands between: templates that mark replies count the line's end behind the token as well.
+    # Only white space may be between: templates that mark replies also count the line break after the token.
     between = (reply[:end], reply[end + 1 :])[which]
     if encoder.tokenizer.decode(between).strip():
         return set()

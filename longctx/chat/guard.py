@@ -1,7 +1,7 @@
-"""Control tokens that a conversation spells stay text: they go through the template as single characters of no meaning.
+"""Guard for conversations that spell control tokens: each goes through the template as one private-use character.
 
-``<|im_end|>`` in a user's message would else end the turn. A template cuts, trims and compares texts, which all works
-on such a character as on any letter.
+Otherwise ``<|im_end|>`` in a user's message would end the turn. A template cuts, trims and compares texts, and all of
+that works on such a character as on any letter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ESCAPED = re.compile(r"\\udb[89ab][0-9a-f]\\ud", re.IGNORECASE)
 
 
 class Restored(NamedTuple):
-    """A text with what it spelt at first."""
+    """Restored text with its original spellings."""
 
     text: str
     plain: list[Span]
@@ -28,7 +28,7 @@ class Restored(NamedTuple):
 
 
 class Spellings:
-    """Finds in a text what spells control tokens, or a part of one that another text may complete."""
+    """Finder of control tokens spelt in a text, and of parts of one that an adjacent text may complete."""
 
     def __init__(self, spellings: Sequence[str]) -> None:
         longest_first = sorted(spellings, key=len, reverse=True)
@@ -40,7 +40,7 @@ class Spellings:
     def find(self, text: str) -> Iterator[Span]:
         """Yield the spans to hide, in order.
 
-        Texts that a template joins may spell a token together: what a text begins or ends with is hidden as well.
+        Texts that a template joins may spell a token together, so partial tokens at both ends of a text are hidden too.
         """
         at = 0
         if not self._whole.match(text):
@@ -56,12 +56,12 @@ class Spellings:
             yield length - rest, length
 
     def _lengths(self, most: int) -> range:
-        """Return how long a part of a token may be, descending to two characters."""
+        """Return the possible lengths of a partial token, descending to two characters."""
         return range(min(most, self._longest - 1), 1, -1)
 
 
 class Guard:
-    """One conversation's spellings of control tokens."""
+    """Control tokens spelt in one conversation."""
 
     def __init__(self, spellings: Spellings) -> None:
         self._spellings = spellings
@@ -78,9 +78,9 @@ class Guard:
         return value
 
     def restore(self, text: str) -> tuple[Restored, list[int]]:
-        """Return the text as it was spelt, and for each hidden one the index of its character in ``text``.
+        """Return the text with original spellings, and for each hidden span the index of its character in ``text``.
 
-        ValueError if the template has spelt one in a way that cannot be undone.
+        Raise ValueError if the template has escaped one irreversibly.
         """
         if not self._spelt:
             return Restored(text, []), []
@@ -111,7 +111,7 @@ class Guard:
         return "".join(parts)
 
     def _character(self, spelt: str) -> str:
-        """Return what stands for a spelling. ValueError for too many of them."""
+        """Return the character that replaces a spelling. Raise ValueError if there are too many of them."""
         if spelt not in self._spelt:
             self._spelt.append(spelt)
         if len(self._spelt) > _LAST - _FIRST:

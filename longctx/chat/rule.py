@@ -1,4 +1,4 @@
-"""``ChatRule``: how conversations become ids, and what a shard folder says of it."""
+"""``ChatRule``: how conversations become ids, and its entry in a shard folder's manifest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TooLong = Literal["drop", "keep-begin", "split-turns"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRule:
-    """How conversations become ids."""
+    """Options for turning conversations into ids."""
 
     template: str | None = None
     """The template; None for the tokenizer's own."""
@@ -39,9 +39,9 @@ class ChatRule:
 
 
 def settled(rule: ChatRule, tokenizer: Tokenizer, recorded: Mapping[str, Any]) -> ChatRule:
-    """Return the rule with a date, if the template writes one and the rule gives none: the recorded one, else today.
+    """Return the rule with a date if the template writes one and the rule has none: the recorded one, else today's.
 
-    ``recorded`` is what a folder says that is to be built again.
+    ``recorded`` is the entry of a folder that is to be rebuilt.
     """
     texts = [rule.template or ""]
     if rule.template is None:
@@ -52,7 +52,7 @@ def settled(rule: ChatRule, tokenizer: Tokenizer, recorded: Mapping[str, Any]) -
 
 
 def chat_options(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, Any]:
-    """Return what the manifest of a shard folder says of the rule; of the tokenizer's templates their hash."""
+    """Return the manifest entry of the rule for a shard folder; it has a hash of the tokenizer's templates."""
     said = {
         "train_on": rule.train_on,
         "template": hash_templates(tokenizer.files, tokenizer.path),
@@ -61,6 +61,6 @@ def chat_options(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, Any]:
         "now": rule.now,
         "options": dict(rule.options),
     }
-    # Only what differs from the beginnings: folders built then are still up to date.
+    # Only values that differ from the original defaults: folders built then are still up to date.
     usual = {"max_tokens": None, "too_long": "drop", "now": "", "options": {}}
     return {name: value for name, value in said.items() if name not in usual or value != usual[name]}

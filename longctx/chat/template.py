@@ -1,7 +1,7 @@
-"""``ChatTemplate``: a conversation as text, by the template that a model came with.
+"""``ChatTemplate``: a conversation rendered as text, by the template of a model.
 
-A template is a program of a stranger. It runs in a process of its own (``template_worker``), in Jinja's sandbox, with
-bounds on memory and processor time: what no sandbox of Python holds back ends that process and nothing else.
+A template is an untrusted program. It runs in a process of its own (``template_worker``), in Jinja's sandbox, with
+limits on memory and processor time: anything that no Python sandbox can stop ends only that process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Message = Mapping[str, Any]
 
 
 class TemplateError(DataError):
-    """A template that refuses a conversation, or one that is refused itself."""
+    """Error of a template that refuses a conversation, or that is refused itself."""
 
     def __init__(self, text: str, reason: str = "", *, is_refusal: bool = False) -> None:
         super().__init__(text)
@@ -51,7 +51,7 @@ class TemplateError(DataError):
 
 
 class Rendered(NamedTuple):
-    """A conversation as text."""
+    """Conversation as text."""
 
     text: str
     spans: list[tuple[int, int]] | None
@@ -62,13 +62,13 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """A chat template, rendered by a process of its own that is started when the first conversation comes.
+    """Chat template, rendered by a separate process that starts with the first conversation.
 
-    Used by one thread. A process that is forked from this one starts another.
+    For use by one thread. A process forked from this one starts another.
     """
 
     def __init__(self, text: str, *, name: str = "the chat template", now: datetime.datetime | None = None) -> None:
-        """``name`` says in messages which one it is; ``now`` is the time that its ``strftime_now`` knows."""
+        """Set the template's ``name`` for messages, and the time ``now`` that its ``strftime_now`` returns."""
         self.text, self.name = text, name
         self.now = now or datetime.datetime.now()
         self.marks_replies = _GENERATION.search(text) is not None
@@ -87,10 +87,11 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         beginnings: Sequence[tuple[int, bool]] = (),
     ) -> Rendered:
-        """Return a conversation as text. TemplateError if the template refuses it, fails on it or takes too much.
+        """Return a conversation as text. Raise TemplateError if the template refuses it, fails or exceeds its limits.
 
-        ``variables`` are what else it reads: ``bos_token`` and the like, ``enable_thinking``. ``beginnings`` are
-        numbers of messages, each with or without a prompt for the next one: their text is compared with that of all.
+        ``variables`` are other inputs of the template: ``bos_token`` and the like, ``enable_thinking``. ``beginnings``
+        lists numbers of messages, each with or without a prompt for the next one: their text is compared with the full
+        text.
         """
         values = {
             "messages": list(messages),
@@ -118,13 +119,13 @@ class ChatTemplate:
         self.close()
 
     def _ask(self, line: str) -> dict[str, Any]:
-        """Return the answer to a line of JSON; starts the process if none is there."""
+        """Return the answer to a line of JSON; start the process if it is not running."""
         if self._process is None or self._owner != os.getpid():
             self._start()
         return self._answer_to(line)
 
     def _start(self) -> None:
-        # Without the environment: a template that broke out would find no keys in it.
+        # Without the environment: a template that escapes the sandbox finds no keys in it.
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(_WORKER)],
             stdin=subprocess.PIPE,
@@ -162,8 +163,8 @@ class ChatTemplate:
         raise self._refused(": ".join(part for part in (_REASONS[kind], said) if part))
 
     def _refused(self, reason: str) -> TemplateError:
-        """Return the error of a template that is not used."""
-        # One that fails once is asked no more: a process whose memory was full is in no state that is known.
+        """Return the error for a template that cannot be used."""
+        # A template that fails once is not used again: the state of a process that ran out of memory is unknown.
         self.close()
         return TemplateError(
             f"{self.name} {reason}.\nTake it from the model's publisher, or give another one: --chat-template FILE.",
@@ -172,13 +173,13 @@ class ChatTemplate:
 
 
 def render(template: str, messages: Sequence[Message], **values: Any) -> str:
-    """Return one conversation as text by the text of a template. TemplateError as of ``ChatTemplate``."""
+    """Return one conversation as text by the text of a template. Raise TemplateError as ``ChatTemplate`` does."""
     with ChatTemplate(template) as chat:
         return chat.render(messages, **values).text
 
 
 def _death(code: int) -> str:
-    """Return why the process ended, in the words of a message."""
+    """Return the reason for the end of the process, for a message."""
     if code == -signal.SIGXCPU:
         return "takes longer than a conversation may"
     if code < 0:
@@ -187,7 +188,7 @@ def _death(code: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process, its pipes closed."""
+    """Kill a process and close its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer's files, and the variables that it reads."""
+"""Chat template among a tokenizer's files, and the variables that it reads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 
 
 def find_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str]:
-    """Return the templates of a tokenizer by name, empty if it has none. DataError for what is no text.
+    """Return the templates of a tokenizer by name, empty if it has none. Raise DataError if one is not text.
 
-    As transformers reads them: files of their own win over ``tokenizer_config.json``.
+    As in transformers, separate template files take precedence over ``tokenizer_config.json``.
     """
     found: dict[str, str] = {}
     said = read_object(files, TOKENIZER_CONFIG, path).get("chat_template")
@@ -45,12 +45,12 @@ def find_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str]:
 
 
 def hash_templates(files: Mapping[str, bytes], path: Path) -> str:
-    """Return what tells a tokenizer's templates from others."""
+    """Return a hash of a tokenizer's templates."""
     return xxhash.xxh3_128_hexdigest(repr(sorted(find_templates(files, path).items())).encode())
 
 
 def variables(files: Mapping[str, bytes], path: Path) -> dict[str, Any]:
-    """Return what templates know of the special tokens: ``bos_token``, ``eos_token`` and the others, as texts."""
+    """Return the template variables for special tokens as texts: ``bos_token``, ``eos_token`` and the others."""
     found: dict[str, Any] = {}
     names = [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP]
     if "added_tokens_decoder" in read_object(files, TOKENIZER_CONFIG, path):

@@ -1,10 +1,10 @@
-"""Renders chat templates of strangers: the program of the process that ``template`` starts and bounds.
+"""Renderer of untrusted chat templates: the program of the process that ``template`` starts and limits.
 
-A line of JSON in, a line of JSON out. The first line is the template; each line after it is one conversation. It
-imports nothing of this project, so that it starts in a tenth of a second and has nothing to give away.
+It reads and writes lines of JSON. The first line is the template; each line after it is one conversation. It does not
+import this project, so that it starts in a tenth of a second and holds no secrets.
 
-Rendering is that of ``transformers`` 5.24: the same sandbox, options, filters and functions. What the sandbox of Jinja
-hides is an error here at once, and not a value that prints as nothing.
+Rendering follows ``transformers`` 5.24: the same sandbox, options, filters and functions. An attribute that Jinja's
+sandbox hides is an error here at once, not a value that prints as empty.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FORBIDDEN = "_"
 
 
 class Generation(jinja2.ext.Extension):
-    """``{% generation %}`` … ``{% endgeneration %}``: what stands between them is what the model says."""
+    """``{% generation %}`` … ``{% endgeneration %}``: marks the model's reply."""
 
     tags = {"generation"}  # noqa: RUF012  as the base class declares it
 
@@ -43,7 +43,7 @@ class Generation(jinja2.ext.Extension):
         environment.extend(blocks=[], marks=[])
 
     def parse(self, parser: Any) -> jinja2.nodes.Node:
-        """Return the node that notes where its body stands in the text."""
+        """Return the node that records the position of its body in the text."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_noted"), [], [], body).set_lineno(line)
@@ -56,15 +56,15 @@ class Generation(jinja2.ext.Extension):
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which a hidden attribute is an error even if nothing is done with it."""
+    """Jinja's sandbox with an error on access to a hidden attribute, even if the value is not used."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        """Raise the error that the attribute of this object is hidden."""
+        """Raise the error for a hidden attribute of this object."""
         raise jinja2.sandbox.SecurityError(f"it reads the attribute {attribute!r} of a {type(obj).__name__}")
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Variables that outlive a loop; none of Python's own names among them."""
+    """Variables that outlive a loop; names with a leading underscore are refused."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
@@ -79,7 +79,7 @@ class Namespace(jinja2.utils.Namespace):
 
 
 class Dictionaries:
-    """``dict`` as templates call it."""
+    """``dict`` as called by templates."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -90,7 +90,7 @@ class Dictionaries:
 
 
 def environment(now: datetime.datetime) -> Any:
-    """Return the sandbox, with what templates of ``transformers`` may call."""
+    """Return the sandbox with the functions that templates of ``transformers`` may call."""
     sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     sandbox.filters["tojson"] = _to_json
     sandbox.globals |= {
@@ -103,7 +103,7 @@ def environment(now: datetime.datetime) -> Any:
 
 
 def main() -> None:
-    """Answer lines until there are no more."""
+    """Answer lines until the input ends."""
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
     own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + 2**28
@@ -126,11 +126,10 @@ def main() -> None:
 
 
 def _rendered(sandbox: Any, template: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return a conversation's text, the spans of characters that the template marks, and how long its beginnings are.
+    """Return a conversation's text, the character spans that the template marks, and the lengths of its beginnings.
 
-    Spans are None if a mark does not stand where its text is written.
-    ``beginnings`` asks for those of some messages each, with a prompt for the next one or without: their length, or
-    what is wrong with them.
+    Spans are None if a mark is not at the position of its text. ``beginnings`` lists numbers of messages, each with or
+    without a prompt for the next one; each gives the length of its text, or an error message.
     """
     beginnings = values.pop("beginnings")
     text, spans = _text_of(sandbox, template, values)
@@ -160,14 +159,14 @@ def _text_of(sandbox: Any, template: Any, values: dict[str, Any]) -> tuple[str, 
     for block in template.generate(**values):
         sandbox.blocks.append(block)
     text = "".join(sandbox.blocks)
-    # What a macro or {% set %} marks is written later, and elsewhere.
+    # Text marked in a macro or {% set %} is written later, and elsewhere.
     if any(not text.startswith(said, start) for start, said in sandbox.marks):
         return text, None
     return text, [(start, start + len(said)) for start, said in sandbox.marks]
 
 
 def _answer(action: Callable[[], dict[str, Any]]) -> None:
-    """Write what an action returns, or what it raises."""
+    """Write the result of an action, or the exception that it raises."""
     try:
         answer = action()
         line = json.dumps(answer)
@@ -188,7 +187,7 @@ def _answer(action: Callable[[], dict[str, Any]]) -> None:
 
 
 def _allow(own_bytes: int, characters: int, times: int = 1) -> None:
-    """Bound what rendering so many characters, so many times, may take."""
+    """Limit memory and time for rendering so many characters, ``times`` times."""
     _limit(resource.RLIMIT_AS, own_bytes + _MEMORY_BYTES + characters * _MEMORY_PER_CHARACTER)
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = used.ru_utime + used.ru_stime + _SECONDS + times * characters / _CHARACTERS_PER_SECOND

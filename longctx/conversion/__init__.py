@@ -1,4 +1,4 @@
-"""Checkpoints to and from Hugging Face: one table a family (``families``), strict and streaming in both directions."""
+"""Conversion from and to Hugging Face: one table per family (``families``), strict and streaming in both directions."""
 
 from longctx.conversion.convert import Conversion, export_checkpoint, import_hf
 from longctx.conversion.deepspeed_folder import import_deepspeed

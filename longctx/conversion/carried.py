@@ -1,7 +1,7 @@
 """Parts of an imported model that the decoder does not have: vision towers, layers for multi-token prediction.
 
-A checkpoint holds their tensors as they came (``carried*.safetensors``) beside the config.json that describes them
-(``imported_config.json``). Training does not read them; an export has them again.
+A checkpoint holds their unchanged tensors (``carried*.safetensors``) next to the config.json that describes them
+(``imported_config.json``). Training does not read them; an export includes them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WEIGHTS = re.compile(rf"{_STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")
 
 @dataclass(frozen=True, kw_only=True)
 class CarriedPart:
-    """The tensors, by the names that they have beside a text model alone, and the whole model's config.json."""
+    """Tensors by their names next to a standalone text model, and the config.json of the full model."""
 
     config: Mapping[str, Any]
     names: tuple[str, ...]
@@ -50,16 +50,16 @@ class CarriedPart:
 
     @property
     def naming(self) -> Naming | None:
-        """How tensors are named in the whole model; None if it is a text model alone."""
+        """Naming of tensors in the full model; None for a standalone text model."""
         wrapper = wrapper_of(self.config)
         if wrapper is None:
             return None
         return wrapper.naming_of(self.names)
 
     def whole_config(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config.json of all parts, of which ``text`` is the text model's.
+        """Return the config.json of all parts, with ``text`` for the text model.
 
-        ConfigError if it is another kind of model than the one that was imported.
+        Raise ConfigError if the kind of model differs from the imported one.
         """
         theirs = unwrapped(self.config)
         if text["model_type"] != theirs["model_type"]:
@@ -68,7 +68,7 @@ class CarriedPart:
                 f"{text['model_type']} now, which has none of them.\n"
                 "Import it with --text-only, which leaves them out."
             )
-        # Keys of layers that only the carried tensors are of: the decoder's own config.json says there are none.
+        # Keys for layers that only the carried tensors have: the decoder's own config.json says there are none.
         family = FAMILIES[text["model_type"]]
         merged = _with_keys(text, theirs, family.carried_keys)
         if wrapper_of(self.config) is None:
@@ -76,9 +76,9 @@ class CarriedPart:
         return rewrapped(self.config, merged)
 
     def write(self, folder: Path, shard_bytes: int) -> None:
-        """Write them beside a checkpoint's own files."""
+        """Write the tensors next to a checkpoint's own files."""
         write_json(folder / IMPORTED_CONFIG, dict(self.config))
-        # Of a wrapped model without other tensors the config.json is all that says so.
+        # For a wrapped model without other tensors, only the config.json says that it is wrapped.
         if not self.names:
             return
         writer = ShardWriter(folder, _STEM, shard_bytes)
@@ -87,7 +87,7 @@ class CarriedPart:
         writer.finish()
 
     def tell(self, folder: Path) -> None:
-        """Log what is carried."""
+        """Log the carried tensors."""
         if self.names:
             log.warning(
                 "%s: %d tensors (%.2f GiB) are no part of the decoder: not trained, and written to exports as they "
@@ -97,17 +97,17 @@ class CarriedPart:
 
 
 def carried_files(names: Mapping[str, Any]) -> list[str]:
-    """Return those of a checkpoint's files that are of carried parts."""
+    """Return the files of a checkpoint that belong to carried parts."""
     small = {IMPORTED_CONFIG}.union(PROCESSORS)
     return sorted(name for name in names if name in small or _WEIGHTS.fullmatch(name))
 
 
 def part_of_folder(disk: WeightsFolder, hf_config: Mapping[str, Any], names: Collection[str]) -> CarriedPart | None:
-    """Return the part of a folder that has tensors of these names; None if there is none.
+    """Return the part of a folder with tensors of these names; None if there is none.
 
-    CheckpointError for a tensor whose dtype cannot be written again.
+    Raise CheckpointError for a tensor with a dtype that cannot be written.
     """
-    # A wrapped model whose other parts were taken out is written as a wrapped one all the same.
+    # A wrapped model without its other parts is still written as a wrapped one.
     if not names and wrapper_of(hf_config) is None:
         return None
     sizes, unknown = [], []
@@ -123,11 +123,11 @@ def part_of_folder(disk: WeightsFolder, hf_config: Mapping[str, Any], names: Col
 
 
 def carried_part(reader: CheckpointReader) -> CarriedPart | None:
-    """Return what a checkpoint carries; None if that is nothing."""
+    """Return the carried part of a checkpoint; None if it has none."""
     listed = reader.manifest["files"]
     if IMPORTED_CONFIG not in listed:
         return None
-    # What the manifest lists and no other file that happens to lie there.
+    # Only files listed in the manifest, not others that happen to be in the folder.
     files = [SafetensorsFile(reader.folder / name) for name in sorted(listed) if _WEIGHTS.fullmatch(name)]
     file_of = {name: file for file in files for name in file.names()}
     entries = [file.entry(name) for name, file in file_of.items()]
@@ -140,11 +140,11 @@ def carried_part(reader: CheckpointReader) -> CarriedPart | None:
 
 
 def _with_keys(text: Mapping[str, Any], original: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return ``text`` with such keys of the original."""
-    # A copy of all tables: the caller's stay as they are.
+    """Return ``text`` with these keys of the original."""
+    # A copy of all tables, so that the caller's are unchanged.
     found: dict[str, Any] = json.loads(json.dumps(text))
     for key in keys:
-        # A dot leads into a table.
+        # A dot separates a table from its key.
         *tables, last = key.split(".")
         source, target = original, found
         for table in tables:

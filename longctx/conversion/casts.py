@@ -1,4 +1,4 @@
-"""The dtype in which a converted tensor is written. Bits are lost only where a user asked for it."""
+"""Dtype of each converted tensor. Bits are lost only if a user asked for it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _BLOCK = 8 * 2**20
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
+    """Return ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def own_dtypes(reader: CheckpointReader) -> dict[str, torch.dtype]:
-    """Tensor -> a dtype that loses no bit: float32, or its own where the model was imported and not trained since."""
+    """Return a lossless dtype per tensor: float32, or its own if the model was imported and not trained since."""
     origin = reader.manifest["training"].get("imported")
     if origin is None:
         return dict.fromkeys(reader.names(), torch.float32)
-    # An import's manifest lists only the tensors whose dtype is not the usual one.
+    # An import's manifest lists only the tensors with another dtype than the usual one.
     usual = origin.get("dtype", reader.manifest["dtype"])
     return {name: getattr(torch, origin.get("dtypes", {}).get(name, usual)) for name in reader.names()}
 
 
 def export_dtypes(reader: CheckpointReader, asked: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Tensor -> the dtype it is exported in: what was asked for, now or of the import; else ``own_dtypes``.
+    """Return the export dtype per tensor: the requested one, now or at import; otherwise as in ``own_dtypes``.
 
-    A router's correction bias is never made narrower.
+    A router's correction bias is never narrowed.
     """
     own = own_dtypes(reader)
     origin = reader.manifest["training"].get("imported")
     if origin is not None and asked is None:
-        # The import may have asked for another dtype than the model's own.
+        # The import may have requested another dtype than the model's own.
         default = reader.manifest["dtype"]
         if default != origin.get("dtype", default):
             asked = reader.dtype
@@ -48,9 +48,9 @@ def export_dtypes(reader: CheckpointReader, asked: torch.dtype | None) -> dict[s
 
 
 def lossy_casts(before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> dict[str, int]:
-    """Number of tensors cast to a dtype that cannot hold all their values, by ``"float32 → bfloat16"``."""
+    """Return the number of tensors cast to a dtype that cannot hold all their values, by ``"float32 → bfloat16"``."""
     casts = Counter((before[name], after[name]) for name in before)
-    # A dtype holds all values of another where the two promote to it.
+    # A dtype holds all values of another if the two promote to it.
     return {
         f"{dtype_name(old)} → {dtype_name(new)}": count
         for (old, new), count in casts.items()
@@ -59,9 +59,9 @@ def lossy_casts(before: Mapping[str, torch.dtype], after: Mapping[str, torch.dty
 
 
 def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, exactly: bool = False) -> Tensor:
-    """Read a checkpoint's tensor, cast to ``dtype``; besides the result, memory holds a block.
+    """Read a checkpoint's tensor, cast to ``dtype``; besides the result, memory holds one block.
 
-    CheckpointError where a value would become infinite, or ``exactly`` is asked for and a value would change.
+    Raise CheckpointError if a value would become infinite, or if ``exactly`` is set and a value would change.
     """
     shape = reader.shape(name)
     tensor = torch.empty(shape, dtype=dtype)
@@ -71,7 +71,7 @@ def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, exac
         result = values.to(dtype)
         if dtype == torch.float16 and not torch.equal(result.isfinite(), values.isfinite()):
             raise CheckpointError(f"{name} has values beyond float16's 65504. Choose bfloat16 or float32.")
-        # Bits rather than values: −0 equals 0, and NaN equals nothing.
+        # Compare bits, not values: −0 equals 0, and NaN does not equal itself.
         if exactly and not torch.equal(result.to(torch.float32).view(torch.int32), values.view(torch.int32)):
             raise CheckpointError(f"{name} is not what {dtype_name(dtype)} can hold: a bit would be lost.")
         flat[start : start + len(values)] = result

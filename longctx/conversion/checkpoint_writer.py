@@ -1,4 +1,4 @@
-"""Write a stream of weights as a checkpoint of step 0: fp32 masters, no optimiser moments."""
+"""Writer of a stream of weights as a checkpoint of step 0: fp32 masters, no optimiser moments."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ def save_masters(
 ) -> Path:
     """Write a decoder's tensors as a checkpoint of step 0 and return its folder, which appears complete or not at all.
 
-    ``tensors`` come in any order, each exactly once; memory holds one. ``dtype`` is what exports of the checkpoint
-    default to, ``training`` the manifest's entry of that name, written after the last tensor. ``carried``
-    are files to copy along, by the names that they get: the tokenizer's among them. ``other_parts`` are of the model
-    that the decoder was taken from. Every tensor is read back.
-    CheckpointError where they are not the tensors of the config.
+    ``tensors`` come in any order, each exactly once; memory holds one. ``dtype`` is the default dtype of exports of the
+    checkpoint, ``training`` the manifest's entry of that name, written after the last tensor. ``carried`` maps new
+    names to files to copy, the tokenizer's included. ``other_parts`` belong to the model that the decoder was taken
+    from. Every tensor is read back. Raise CheckpointError if the tensors do not match the config.
     """
     shapes = parameter_shapes(config)
     with staged_folder(output, error=CheckpointError) as staging:
@@ -51,7 +50,7 @@ def save_masters(
             writer.add_flat(name, tensor.reshape(-1), torch.float32, (tensor.numel(),))
             if progress is not None:
                 progress(done, len(shapes))
-        # From here on the files have their names, and the manifest can list them.
+        # The files have their final names now, so the manifest can list them.
         file_of = writer.finish()
         if other_parts is not None:
             other_parts.write(staging, shard_bytes)
@@ -75,15 +74,15 @@ def save_masters(
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """The manifest's entry of a file; only what is read in parts has hashes of its parts."""
+    """Return the manifest's entry of a file; only files that are read in parts have block hashes."""
     entry = describe_file(path)
-    # A tokenizer is read whole, and small: one hash vouches for it.
+    # A tokenizer is small and read in full: one hash is enough.
     if path.suffix != ".safetensors":
         del entry["blocks"]
     return entry
 
 
 def _entry(name: str, shape: tuple[int, ...], file: str) -> dict[str, Any]:
-    """The manifest's entry of a tensor that one file holds whole."""
+    """Return the manifest's entry of a tensor that is stored in one file."""
     piece = {"file": file, "key": name, "start": 0, "numel": torch.Size(shape).numel()}
     return {"shape": list(shape), "roles": {ROLES[0]: [piece]}}

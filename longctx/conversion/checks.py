@@ -1,4 +1,4 @@
-"""What must hold before a conversion starts: folders that do not overlap, and a checkpoint that is whole."""
+"""Checks before a conversion starts: folders must not overlap, and the checkpoint must be complete."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from longctx.errors import CheckpointError
 
 
 def check_folders(source: str | Path, output: str | Path) -> None:
-    """CheckpointError for an input that does not exist, and for an output within it.
+    """Raise CheckpointError if the input does not exist, or if the output is within it.
 
-    Of a run its newest checkpoint is read, so the output may lie elsewhere in the run's folder.
+    For a run, only its newest checkpoint is read, so the output may be elsewhere in the run's folder.
     """
     source, output = Path(source), Path(output)
     if not source.is_dir():
@@ -24,14 +24,14 @@ def check_folders(source: str | Path, output: str | Path) -> None:
         raise CheckpointError(f"{source} does not exist.")
     if (source / CHECKPOINTS).is_dir():
         source = find_checkpoint(source)
-    # A folder that changes while it is read has neither its old hashes nor its old files.
+    # A folder that changes while it is read matches neither its old hashes nor its old files.
     if output.resolve().is_relative_to(source.resolve()) and output.resolve() != source.resolve():
         beside = source.resolve().with_name(f"{source.resolve().name}-converted")
         raise CheckpointError(f"{output} lies inside of {source}, which is only read. Try {beside}.")
 
 
 def open_checked(checkpoint: str | Path) -> CheckpointReader:
-    """A checkpoint, or a run's newest, whose files all have their hashes and whose tensors are those of its config."""
+    """Return a reader of a checkpoint, or of a run's newest, with all hashes and tensors checked."""
     reader = CheckpointReader(find_checkpoint(checkpoint))
     check_hashes(reader)
     check_tensors(reader)
@@ -39,7 +39,7 @@ def open_checked(checkpoint: str | Path) -> CheckpointReader:
 
 
 def check_hashes(reader: CheckpointReader) -> None:
-    """CheckpointError that names every file of the checkpoint that is not as its manifest has it."""
+    """Raise CheckpointError naming every file of the checkpoint that differs from its manifest."""
     problems = reader.verify()
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
@@ -48,15 +48,15 @@ def check_hashes(reader: CheckpointReader) -> None:
 
 
 def check_tensors(reader: CheckpointReader) -> None:
-    """CheckpointError unless the checkpoint has exactly the tensors of its own config, with their shapes."""
+    """Raise CheckpointError unless the checkpoint has exactly the tensors of its own config, with their shapes."""
     check_model(reader.manifest, str(reader.folder))
 
 
 def check_model(manifest: dict[str, Any], folder: str) -> None:
-    """The same by the manifest of ``folder`` alone: it may be one of a store, whose files are not here."""
+    """Check the same from the manifest of ``folder`` alone: the files may be elsewhere, if it is one of a store."""
     config = ModelConfig.from_dict(manifest["model"])
     held = {name: tuple(entry["shape"]) for name, entry in manifest["tensors"].items()}
-    # First: it bounds what the names and shapes that the config means may cost.
+    # First: it bounds the cost of comparing the names and shapes that the config implies.
     check_size(config, held.values(), f"{folder}/{MANIFEST}")
     meant = parameter_shapes(config)
     wrong = [f"{n} {held[n]} instead of {meant[n]}" for n in held.keys() & meant.keys() if held[n] != meant[n]]

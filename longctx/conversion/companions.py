@@ -1,7 +1,7 @@
-"""The files beside a model's weights that a round trip must not lose: tokenizer, settings, licence and model card.
+"""Files next to a model's weights that a round trip must keep: tokenizer, settings, licence and model card.
 
-A checkpoint carries them byte for byte. Only files of known names are carried; what else lies in the folder stays
-behind, and the log names it.
+A checkpoint carries them byte for byte. Only files with known names are carried; others in the folder are left behind,
+and the log names them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _NOT_NAMED = (".gitattributes", ".gitignore", ".DS_Store")
 
 
 def find_companions(folder: Path, *, of_images: bool = False) -> dict[str, Path]:
-    """Return the folder's files to carry, by their names in a checkpoint; ``of_images`` those of other parts too.
+    """Return the folder's files to carry, by their names in a checkpoint; with ``of_images`` also those of other parts.
 
-    CheckpointError for a link that leads out of the folder, and for a Git LFS pointer.
+    Raise CheckpointError for a link that leads out of the folder, and for a Git LFS pointer.
     """
     found: dict[str, Path] = {}
     for name in CARRIED_FILES + PROCESSORS * of_images:
         path = folder / name
-        # A link that leads nowhere does not exist; it is refused instead of left out.
+        # A dangling link does not exist; it is refused instead of left out.
         if path.exists() or path.is_symlink():
             found[name] = checked_path(folder, name, named_by=folder)
     try:
@@ -50,7 +50,7 @@ def find_companions(folder: Path, *, of_images: bool = False) -> dict[str, Path]
     except DataError as error:
         raise CheckpointError(str(error)) from error
     found |= find_notices(folder)
-    # Copied whole into every checkpoint of a run: no file of this kind is larger.
+    # Copied into every checkpoint of a run: no file of this kind is larger.
     for path in found.values():
         check_is_fetched(path)
         if path.stat().st_size > MOST_TOKENIZER_BYTES:
@@ -62,9 +62,9 @@ def find_companions(folder: Path, *, of_images: bool = False) -> dict[str, Path]
 
 
 def find_notices(folder: Path, *, card: bool = True) -> dict[str, Path]:
-    """Return the folder's licences and notices; its model card too, unless the model is no longer the one it describes.
+    """Return the folder's licences and notices, with its model card unless that no longer describes the model.
 
-    A larger file than any licence is none.
+    Files larger than any licence are skipped.
     """
     names = sorted(path.name for path in folder.iterdir() if is_notice(path.name))
     found = {name: checked_path(folder, name, named_by=folder) for name in names if not (folder / name).is_dir()}
@@ -76,7 +76,7 @@ def find_notices(folder: Path, *, card: bool = True) -> dict[str, Path]:
 
 
 def read_notices(folder: Path) -> dict[str, bytes]:
-    """Return licences and notices of what a run goes on from; its own checkpoints hold them too."""
+    """Return licences and notices of the model that a run starts from; the run's own checkpoints hold them too."""
     return {name: path.read_bytes() for name, path in find_notices(folder, card=False).items()}
 
 
@@ -86,8 +86,8 @@ def is_notice(name: str) -> bool:
 
 
 def log_left_behind(folder: Path, used: Iterable[str]) -> None:
-    """Warn of what lies in a folder of Hugging Face and does not come along; ``used`` are files that are converted."""
-    # By name and not by content: a file of a known name that is too large, or a folder, is named too.
+    """Warn about files of a Hugging Face folder that are left behind; ``used`` are the files that are converted."""
+    # By name, not by content: files with known names that are too large, and folders, are reported too.
     used = set(used).union(_NOT_NAMED)
     left: list[str] = []
     for path in sorted(folder.iterdir()):
@@ -104,7 +104,7 @@ def log_left_behind(folder: Path, used: Iterable[str]) -> None:
 
 
 def log_passed_over(folder: Path, keys: Mapping[str, Any]) -> None:
-    """Warn of the keys of config.json that no network reads; exports do not have them."""
+    """Warn about keys of config.json that do not affect the network; exports do not have them."""
     if keys:
         named = listing(f"{key}={shown(value)}" for key, value in keys.items())
         log.warning("%s/config.json: passed over, as by transformers, and left out of exports: %s.", folder, named)
@@ -118,12 +118,12 @@ def carried_names(reader: CheckpointReader) -> list[str]:
 
 
 def has_own_tokenizer(reader: CheckpointReader) -> bool:
-    """Whether a checkpoint carries Hugging Face tokenizer files, which are then exported as they came."""
+    """Return whether a checkpoint carries Hugging Face tokenizer files, which are then exported unchanged."""
     return any(name in FAST_FILES for name in carried_names(reader))
 
 
 def copy_companions(files: Mapping[str, Path], output: Path) -> list[str]:
-    """Copy carried files to their places in a Hugging Face folder, and check the bytes; returns these places."""
+    """Copy carried files to their places in a Hugging Face folder, check the bytes, and return these places."""
     for name, path in files.items():
         copy = output / hf_path(name)
         copy.parent.mkdir(exist_ok=True)

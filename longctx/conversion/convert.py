@@ -1,4 +1,4 @@
-"""Between our checkpoints and Hugging Face folders: export and import, each verified before its output appears."""
+"""Export to and import from Hugging Face folders; each is verified before its output appears."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A converted model, and what was verified of it."""
+    """Result of a conversion, and of its verification."""
 
     folder: Path
     dtype: torch.dtype
@@ -85,12 +85,12 @@ def export_checkpoint(
 ) -> Conversion:
     """Write a checkpoint (or a run's newest) as a Hugging Face folder, with its tokenizer.
 
-    Tokenizer files that came with an import go out as they came; a SentencePiece model alone is exported as a fast
-    tokenizer. ``tokenizer`` names another one to export instead, or is "none".
-    ``dtype`` asks for a cast that may lose bits. Without it a trained model is written as its float32 masters, and an
-    imported one that was not trained since in its own dtypes. The checkpoint's hashes are checked first. ``verify``
-    (see ``verify.KINDS``) reads every parameter back through the table and compares its bytes with the source's, and
-    compares logits with transformers'. The folder appears verified or not at all.
+    Tokenizer files of an import are written unchanged; a standalone SentencePiece model is exported as a fast
+    tokenizer. ``tokenizer`` names another one to export instead, or is "none". ``dtype`` requests a cast that may lose
+    bits. Without it, a trained model is written as its float32 masters, and an imported one that was not trained since
+    in its own dtypes. The checkpoint's hashes are checked first. ``verify`` (see ``verify.KINDS``) reads every
+    parameter back through the table and compares its bytes with the source's, and compares logits with transformers'.
+    The folder appears verified or not at all.
     """
     check_kind(verify)
     check_folders(checkpoint, output)
@@ -113,7 +113,7 @@ def export_checkpoint(
             _recorded(masters(), prints, verify),
             staging,
             tokenizer=written_tokenizer,
-            # Of a run that started from an import, its manifest has it.
+            # For a run that started from an import, its manifest has it.
             model_type=origin.get("model_type", training.get("model_type")),
             token_ids=_token_ids(reader, origin, copied),
             carried=_recorded_part(other_parts, prints, verify),
@@ -123,10 +123,10 @@ def export_checkpoint(
         carried = copy_companions({name: reader.folder / name for name in copied}, staging)
         tensors, logits = None, None
         if verify != "none":
-            # Through the table that reads strangers' folders: a mistake in writing cannot undo itself.
+            # Through the table that reads external folders, so that a mistake in writing cannot cancel itself out.
             back = HfReader(staging, mtp=config.mtp_layers > 0)
             tensors = prints.check(chain(_counted(back, len(dtypes), progress), back.carried or ()), "the output")
-        # After the tensors, which are cheap: the logits of a wrong tensor say nothing new.
+        # After the tensors, which are cheap: the logits of a wrong tensor add no information.
         if no_logits is None:
             logits = compare_logits(config, masters, staging, num_parameters=size, dtype=written)
     return Conversion(
@@ -136,7 +136,7 @@ def export_checkpoint(
 
 
 def _choose_tokenizer(reader: CheckpointReader, chosen: str | Path | None) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer to export, and the checkpoint's files to copy as they are."""
+    """Return the tokenizer to export, and the checkpoint's files to copy unchanged."""
     names = carried_names(reader)
     notices = [name for name in names if is_notice(name) or name in PROCESSORS]
     settings = [name for name in names if name == GENERATION_CONFIG]
@@ -144,7 +144,7 @@ def _choose_tokenizer(reader: CheckpointReader, chosen: str | Path | None) -> tu
         return None, settings + notices
     if chosen is not None:
         return load_tokenizer(chosen), notices
-    # Files that transformers reads go out as they came; without them the SentencePiece model is exported.
+    # Files that transformers reads are written unchanged; without them the SentencePiece model is exported.
     if has_own_tokenizer(reader):
         return None, names
     if has_tokenizer(reader.folder):
@@ -153,7 +153,7 @@ def _choose_tokenizer(reader: CheckpointReader, chosen: str | Path | None) -> tu
 
 
 def _token_ids(reader: CheckpointReader, origin: dict[str, Any], copied: list[str]) -> dict[str, Any] | None:
-    """The ids for config.json: an import's own, else those of the tokenizer files that are copied."""
+    """Return the ids for config.json: an import's own, or those of the copied tokenizer files."""
     if "token_ids" in origin:
         return origin["token_ids"]
     if any(name in copied for name in (MODEL_FILE, JSON_FILE)):
@@ -179,15 +179,15 @@ def import_hf(
     source_id: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Write a Hugging Face folder as a checkpoint of step 0 to train on from.
+    """Write a Hugging Face folder as a checkpoint of step 0 to train from.
 
-    It holds fp32 masters and no optimiser moments. ``dtype`` is what exports of it default to (default: each tensor's
-    own). Tokenizer files and generation settings come along byte for byte (``companions``), and so do the tensors of
-    parts that the decoder does not have (``carried``), unless ``text_only``. With ``mtp`` blocks for multi-token
-    prediction are the decoder's, to be trained. ``verify`` (see ``verify.KINDS``) reads every master back and compares
-    it, cast to the dtype it came in, with the source's bytes, and compares logits with transformers'. ``source_id`` is
-    noted in the manifest, for a caller who wants to know the source again. The checkpoint appears verified or not at
-    all.
+    It holds fp32 masters and no optimiser moments. ``dtype`` is the default dtype of its exports (default: each
+    tensor's own). Tokenizer files and generation settings are copied byte for byte (``companions``), and so are the
+    tensors of parts that the decoder does not have (``carried``), unless ``text_only``. With ``mtp``, blocks for
+    multi-token prediction become part of the decoder, to be trained. ``verify`` (see ``verify.KINDS``) reads every
+    master back and compares it, cast to its original dtype, with the source's bytes, and compares logits with
+    transformers'. ``source_id`` is stored in the manifest, for a caller that wants to identify the source later. The
+    checkpoint appears verified or not at all.
     """
     check_kind(verify)
     check_folders(folder, output)
@@ -197,7 +197,7 @@ def import_hf(
     companions = find_companions(reader.folder, of_images=other_parts is not None)
     log_left_behind(reader.folder, reader.files().union(map(hf_path, companions)))
     source_dtype = reader.dtype
-    # Asked before anything is written: a conversion that cannot be verified as wished ends here.
+    # Before anything is written: a conversion that cannot be verified as requested ends here.
     size = _num_values(reader)
     no_logits = _why_no_logits(verify, reader.config, size, source_dtype, reader=reader)
     log_remarks(reader.folder, reader.config.vocab_size)
@@ -213,7 +213,7 @@ def import_hf(
         origin["source"] = source_id
 
     def source() -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters, and note the dtype that each came in."""
+        """Yield the parameters, and record the dtype of each."""
         for name, tensor in reader:
             dtypes[name] = tensor.dtype
             if tensor.dtype != source_dtype:
@@ -234,7 +234,7 @@ def import_hf(
         )
         tensors, logits = None, None
         if verify != "none":
-            # Masters are float32, the source's hashes of its own dtype: each is cast back, which must lose no bit.
+            # Masters are float32, the source's hashes of its own dtype: each is cast back, which must not lose bits.
             written = CheckpointReader(staging)
             check_tensors(written)
             back = ((name, read_master(written, name, dtypes[name], exactly=True)) for name in written.names())
@@ -250,7 +250,7 @@ def import_hf(
 
 
 def _parts_to_carry(reader: HfReader, *, text_only: bool) -> CarriedPart | None:
-    """Return the parts that come along beside the decoder; the log says which, or what is left out."""
+    """Return the parts to carry besides the decoder; log them, or the parts that are left out."""
     parts = reader.carried
     if parts is None:
         return None
@@ -264,10 +264,10 @@ def _parts_to_carry(reader: HfReader, *, text_only: bool) -> CarriedPart | None:
 def _why_no_logits(
     verify: str, config: ModelConfig, size: int, dtype: torch.dtype, *, reader: HfReader | None = None
 ) -> str | None:
-    """Why logits are not compared; None where they are, empty where nobody wants them.
+    """Return why logits are not compared; None if they are, empty if that was not requested.
 
-    ConfigError when they were asked for and cannot be. ``reader`` is of what transformers loads, where we do not write
-    it.
+    Raise ConfigError if they were requested and cannot be compared. ``reader`` is given if transformers loads a folder
+    that we did not write.
     """
     if verify not in ("auto", "logits"):
         return ""
@@ -293,14 +293,14 @@ def _why_not_loaded(reader: HfReader) -> str | None:
 
 
 def _recorded(items: Items, prints: Fingerprints, verify: str) -> Items:
-    """The items, their fingerprints recorded on the way where they are to be verified."""
+    """Return the items; unless ``verify`` is "none", record their fingerprints on the way."""
     if verify == "none":
         return items
     return prints.record(items)
 
 
 def _recorded_part(part: CarriedPart | None, prints: Fingerprints, verify: str) -> CarriedPart | None:
-    """Other parts of a model, recorded as its parameters are."""
+    """Return the other parts of a model, recorded like its parameters."""
     if part is None or verify == "none":
         return part
     read = part.read
@@ -308,14 +308,14 @@ def _recorded_part(part: CarriedPart | None, prints: Fingerprints, verify: str) 
 
 
 def _count_written(progress: Progress | None) -> Callable[[int, int], None] | None:
-    """The writers' progress: the same, of tensors that were written."""
+    """Return the progress callback for the writers: the same one, bound to "written"."""
     if progress is None:
         return None
     return partial(progress, "written")
 
 
 def _counted(items: Items, total: int, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the items, each counted as verified once it was taken."""
+    """Yield the items, and count each as verified after it was consumed."""
     for done, item in enumerate(items, start=1):
         yield item
         if progress is not None:
@@ -323,10 +323,10 @@ def _counted(items: Items, total: int, progress: Progress | None) -> Iterator[tu
 
 
 def _widest(dtypes: dict[str, torch.dtype]) -> torch.dtype:
-    """The narrowest dtype that holds every parameter; a router's correction bias does not count."""
+    """Return the narrowest dtype that holds every parameter; a router's correction bias does not count."""
     return reduce(torch.promote_types, (dtype for name, dtype in dtypes.items() if not is_buffer(name)))
 
 
 def _num_values(reader: CheckpointReader | HfReader) -> int:
-    """Parameters and buffers of a model."""
+    """Return the number of values in a model's parameters and buffers."""
     return sum(torch.Size(reader.shape(name)).numel() for name in reader.names())

@@ -1,7 +1,7 @@
-"""A checkpoint of DeepSpeed as a checkpoint of step 0, by DeepSpeed's own tool, in a process of its own.
+"""Import of DeepSpeed checkpoints as checkpoints of step 0, by DeepSpeed's own tool, in a separate process.
 
-Its files are pickles, and of a kind that nothing reads without executing them: settings and arguments of the run stand
-beside the tensors. So it takes a flag, and what is executed is neither this process nor has this one's secrets.
+Its files are pickles that cannot be read without executing them: they hold the run's settings and arguments besides the
+tensors. So the import requires a flag, and the executed code neither runs in this process nor sees its secrets.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _LAST_WORDS = 400
 
 
 def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles: bool, **options: Any) -> Conversion:
-    """Import what ``DeepSpeedEngine.save_checkpoint`` wrote of a model of Hugging Face, ZeRO 1 to 3.
+    """Import a Hugging Face model saved by ``DeepSpeedEngine.save_checkpoint``, ZeRO 1 to 3.
 
-    ``source`` is the folder with ``latest`` and ``global_stepN``, and has the model's ``config.json``, and its
-    tokenizer if it is to come along. Weights are taken from the float32 masters; moments are left behind.
-    ``options`` are those of ``import_hf``. Memory holds all float32 weights, on disk they stand once more beside the
-    output meanwhile. CheckpointError without ``execute_pickles``, which has the files do whatever they like; for a
-    folder that is none of DeepSpeed's or without a config; and with DeepSpeed's last words where it fails.
+    ``source`` is the folder with ``latest`` and ``global_stepN``; it must hold the model's ``config.json``, and its
+    tokenizer if that is to be kept. Weights are taken from the float32 masters; moments are left behind. ``options``
+    are those of ``import_hf``. Memory holds all float32 weights, and during the import a second copy is on disk next to
+    the output. Raise CheckpointError without ``execute_pickles``, which allows the files to execute any code; for a
+    folder that is not DeepSpeed's or has no config; and, with DeepSpeed's last output, if the tool fails.
     """
     source, output = Path(source), Path(output)
     check_folders(source, output)
@@ -48,7 +48,7 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
     # Before the tool runs for hours.
     check_free(output, CheckpointError)
     checked_path(source, CONFIG, named_by=source)
-    # A pointer of Git LFS has a state's name and none of its bytes.
+    # A Git LFS pointer has the name of a state file and none of its bytes.
     for path in [source / CONFIG, source / LATEST, *source.rglob("*_states.pt")]:
         check_is_fetched(path)
     companions = find_companions(source)
@@ -60,14 +60,14 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
         weights = Path(folder) / source.name
         weights.mkdir()
         _run_tool(source, weights)
-        # Beside the weights: ``import_hf`` reads one folder.
+        # Next to the weights: ``import_hf`` reads one folder.
         shutil.copyfile(source / CONFIG, weights / CONFIG)
         copy_companions(companions, weights)
         return import_hf(weights, output, **options)
 
 
 def _check_source(source: Path) -> None:
-    """CheckpointError unless the folder has states of DeepSpeed, a tag and a config."""
+    """Raise CheckpointError unless the folder has DeepSpeed states, a tag and a config."""
     try:
         refuse_deepspeed(source)
     except CheckpointError:
@@ -92,7 +92,7 @@ def _check_source(source: Path) -> None:
 def _run_tool(source: Path, output: Path) -> None:
     command = [sys.executable, "-m", TOOL, str(source), str(output), "--safe_serialization"]
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    # Not in this process: what a pickle does there, it would do with a trainer's tokens and open files.
+    # Not in this process: a pickle could read a trainer's tokens and open files.
     done = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )

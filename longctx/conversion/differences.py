@@ -1,4 +1,4 @@
-"""Name the tensors that do not fit, on one screen."""
+"""Error messages that name mismatched tensors, on one screen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from longctx.errors import CheckpointError
 
 
 def listing(names: Iterable[str], limit: int = 12) -> str:
-    """The first names in order, and how many more there are."""
+    """Return the first names in order, and the number of the others."""
     ordered = sorted(names)
     text = ", ".join(ordered[:limit]) or "none"
     if len(ordered) > limit:
@@ -19,7 +19,7 @@ def listing(names: Iterable[str], limit: int = 12) -> str:
 def raise_differences(
     where: str, *, missing: Iterable[str], unexpected: Iterable[str], wrong: Iterable[str] = ()
 ) -> None:
-    """Raise CheckpointError with what does not fit; return when all three are empty."""
+    """Raise CheckpointError listing the mismatches; return if all three are empty."""
     found = {"missing": list(missing), "unexpected": list(unexpected), "of the wrong shape": list(wrong)}
     lines = [f"  {kind} ({len(names)}): {listing(names)}" for kind, names in found.items() if names]
     if lines:

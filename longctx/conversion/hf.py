@@ -1,7 +1,7 @@
 """Hugging Face folders: ``HfReader`` streams one in, ``save_hf`` streams one out, by the tables in ``families``.
 
-Memory holds one parameter at a time and its tensors on disk. When writing it also holds parameters that wait for others
-of the same tensor on disk (queries, keys and values of GPT-2).
+Memory holds one parameter at a time and its tensors on disk. A writer also holds parameters that wait for others of the
+same tensor on disk (queries, keys and values of GPT-2).
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class HfReader:
-    """A Hugging Face model as the decoder's parameters, one at a time, in the dtype they have on disk.
+    """Hugging Face model as the decoder's parameters, one at a time, in their dtypes on disk.
 
     Everything is checked on opening: each tensor on disk belongs to exactly one parameter, and has its shape.
     """
 
     def __init__(self, folder: str | Path, *, mtp: bool = False) -> None:
-        """With ``mtp`` blocks for multi-token prediction are the decoder's; ConfigError if there are none."""
+        """Open the folder; ``mtp`` adds its blocks for multi-token prediction, or raises ConfigError without them."""
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is no folder. Give the one that holds config.json.")
@@ -89,7 +89,7 @@ class HfReader:
         wrapper = wrapper_of(hf_config)
         if wrapper is not None:
             self._disk = RenamedFolder(self._disk, wrapper)
-        # Names and shapes come from the headers: a folder that does not fit is refused before a value is read.
+        # Names and shapes come from the headers: a mismatching folder is refused before a value is read.
         on_disk, carried = self._names_on_disk(text)
         self.carried = part_of_folder(self._disk, hf_config, carried)
         """Parts that the decoder does not have; None if there are none."""
@@ -105,27 +105,24 @@ class HfReader:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The narrowest dtype that holds every parameter without loss (theirs, when they all have the same).
-
-        A router's correction bias does not count: it is float32 in a model of any dtype.
-        """
+        """Narrowest lossless dtype for every parameter; a router's correction bias, always float32, does not count."""
         layouts = (layout for name, layout in self._layouts.items() if not is_buffer(name))
         return reduce(torch.promote_types, {self._disk.dtype(part.name) for layout in layouts for part in layout.parts})
 
     def files(self) -> set[str]:
-        """Return the folder's files that the model is read from."""
+        """Return the files of the folder that the model is read from."""
         return self._disk.files() | {"config.json"}
 
     def names(self) -> list[str]:
-        """The decoder's parameters, in the model's order."""
+        """Return the names of the decoder's parameters, in the model's order."""
         return list(self._specs)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a parameter."""
+        """Return the shape of a parameter."""
         return self._specs[name].shape
 
     def read(self, name: str) -> Tensor:
-        """One parameter, put together from its tensors on disk."""
+        """Return one parameter, assembled from its tensors on disk."""
         layout = self._layouts[name]
         if not layout.parts:
             return torch.zeros(self._specs[name].shape, dtype=self.dtype)
@@ -136,14 +133,14 @@ class HfReader:
             yield name, self.read(name)
 
     def _names_on_disk(self, text: dict[str, Any]) -> tuple[set[str], set[str]]:
-        """The tensors that parameters are made of, and those of other parts; a warning names heads that stay behind."""
+        """Return the tensors on disk of parameters, and those of other parts; warn about heads that are left out."""
         names = self._disk.names()
         family = FAMILIES[self.model_type]
         count = 0
         if family.mtp is not None:
             count = text.get(family.mtp.key, 0)
         names = {name for name in names if not matches(family.ignored_tensors, name)}
-        # Before heads: a layer for multi-token prediction has a head of its own.
+        # Before heads: a layer for multi-token prediction has its own head.
         carried = {name for name in names if is_carried(name, family, self.config, count)}
         if isinstance(self._disk, RenamedFolder):
             carried |= {name for name in names if self._disk.naming.is_other(name)}
@@ -159,8 +156,7 @@ class HfReader:
         return names - carried - heads, carried
 
     def _choose_layout(self, spec: TensorSpec, on_disk: set[str]) -> Layout:
-        """The first layout that is complete on disk, of the right shapes if there is one. Without one, the layout that
-        we write: its missing parts are named."""
+        """Return the first layout that is complete on disk, preferably of the right shapes; else the one we write."""
         complete = [layout for layout in spec.layouts if all(part.name in on_disk for part in layout.parts)]
         for layout in complete:
             if all(self._disk.shape(part.name) == part.shape for part in layout.parts):
@@ -168,14 +164,14 @@ class HfReader:
         return next(iter(complete), spec.layouts[0])
 
     def _check_names(self, on_disk: set[str]) -> None:
-        """CheckpointError unless the tensors on disk are exactly those of the parameters, of the same shapes."""
+        """Raise CheckpointError unless the tensors on disk are exactly the parameters', with the same shapes."""
         parts = {part.name: part.shape for layout in self._layouts.values() for part in layout.parts}
-        # Some tools save the head of a tied model too; a copy of the embeddings is no parameter of its own.
+        # Some tools also save the head of a tied model; a copy of the embeddings is not a separate parameter.
         family = FAMILIES[self.model_type]
         copies = dict(family.copies)
         if self.config.tie_embeddings:
             copies[family.head] = self._embeddings
-        # What such a block shares with the model it may have once more.
+        # Such a block may have a second copy of tensors that it shares with the model.
         for copy, parameter in mtp_copies(family, self.config).items():
             copies[copy] = self._layouts[parameter].parts[0].name
         for copy, original in copies.items():
@@ -188,11 +184,11 @@ class HfReader:
 
     @property
     def _embeddings(self) -> str:
-        """The embedding table's name on disk."""
+        """Name of the embedding table on disk."""
         return self._layouts[EMBEDDINGS].parts[0].name
 
     def _check_copy(self, copy: str, original: str) -> None:
-        """CheckpointError where a tensor that is another's copy differs from it."""
+        """Raise CheckpointError if a tensor differs from the one that it should be a copy of."""
         first, second = self._disk.read(copy), self._disk.read(original)
         if first.dtype == second.dtype and torch.equal(first, second):
             return
@@ -209,7 +205,7 @@ class HfReader:
 
 
 def _check_has_mtp(folder: Path, config: ModelConfig, *, wanted: bool) -> None:
-    # Asked for by name: to import a folder without them would leave a weight of a loss that nothing has.
+    # Requested explicitly: importing a folder without them would leave a loss weight without effect.
     if wanted and not config.mtp_layers:
         raise ConfigError(
             f"{folder} has no blocks for multi-token prediction, by its config.json. Leave --mtp out, and "
@@ -218,10 +214,10 @@ def _check_has_mtp(folder: Path, config: ModelConfig, *, wanted: bool) -> None:
 
 
 def load_hf(folder: str | Path, *, mtp: bool = False) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The config and the weights of a Hugging Face folder, ready for ``Decoder(config).load_state_dict``.
+    """Return the config and the weights of a Hugging Face folder, ready for ``Decoder(config).load_state_dict``.
 
-    Weights keep their dtype; with ``mtp`` blocks for multi-token prediction are among them. ConfigError or
-    CheckpointError for anything but a model that this decoder can be.
+    Weights keep their dtype; with ``mtp`` they include blocks for multi-token prediction. Raise ConfigError or
+    CheckpointError if this decoder cannot be the model.
     """
     reader = HfReader(folder, mtp=mtp)
     return reader.config, dict(reader)
@@ -242,12 +238,11 @@ def save_hf(
 ) -> Path:
     """Write a model as a folder that transformers loads, and read every tensor back.
 
-    ``tensors`` are the decoder's parameters under their own names, in any order, each exactly once; they may be an
-    iterator, and memory holds one of them. ``dtype`` casts them (default: as they come). ``tokenizer`` is written as
-    ``export_tokenizer`` says and compared with what transformers makes of it; it also gives the begin, end and padding
-    ids, which ``token_ids`` gives otherwise. ``model_type`` chooses where several families have the model's shape.
-    ``carried`` are parts that it was imported with, and that it is written with. The folder appears complete or not at
-    all.
+    ``tensors`` are the decoder's parameters under their own names, in any order, each exactly once; for an iterator,
+    memory holds one of them. ``dtype`` casts them (default: no cast). ``tokenizer`` is written as by
+    ``export_tokenizer`` and compared with the result in transformers; it also gives the begin, end and padding ids,
+    which otherwise come from ``token_ids``. ``model_type`` chooses if several families have the model's shape.
+    ``carried`` are other parts of the imported model, written with it. The folder appears complete or not at all.
     """
     folder = Path(folder)
     if isinstance(tokenizer, str | Path):
@@ -266,7 +261,7 @@ def save_hf(
         items = tensors.items()
     with staged_folder(folder, error=CheckpointError) as staging:
         writer = ShardWriter(staging, "model", shard_bytes)
-        # A wrapped model's tensors have the names that they came with.
+        # A wrapped model's tensors keep their original names.
         add = writer.add
         if carried is not None and carried.naming is not None:
             naming = carried.naming
@@ -277,22 +272,22 @@ def save_hf(
         for name, tensor in carried or ():
             add(name, tensor)
         file_of = writer.finish()
-        # transformers looks for an index only where there is no model.safetensors.
+        # transformers looks for an index only if there is no model.safetensors.
         if len(set(file_of.values())) > 1:
             write_json(staging / INDEX, {"metadata": {"total_size": writer.total_bytes}, "weight_map": file_of})
         if tokenizer is not None:
             _check_padding(tokenizer, hf_config)
             token_ids = export_tokenizer(tokenizer, staging, max_positions=config.max_positions)
         ids = _written_ids(token_ids or {}, config)
-        # RoBERTa's padding id says where its positions begin, whatever the tokenizer pads by.
+        # RoBERTa's padding id determines its first position, independent of the tokenizer's padding.
         ids = _loadable(ids, config.vocab_size) | {key: hf_config[key] for key in ids if key in hf_config}
         name = dtype_name(reduce(torch.promote_types, dtypes))
-        # transformers 5 reads dtype, 4 reads torch_dtype; a null id keeps a class default (llama's 1 and 2) out.
+        # transformers 5 reads dtype, 4 reads torch_dtype; a null id suppresses a class default (llama's 1 and 2).
         hf_config |= ids | {"dtype": name, "torch_dtype": name, "use_cache": True}
         if carried is not None:
             hf_config = carried.whole_config(hf_config)
         write_json(staging / "config.json", hf_config)
-        # A tokenizer that came with a model brings its own.
+        # A tokenizer that came with a model has its own.
         if not (staging / "generation_config.json").exists():
             write_json(staging / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
         if tokenizer is not None:
@@ -301,7 +296,7 @@ def save_hf(
 
 
 def _check_padding(tokenizer: Tokenizer, hf_config: Mapping[str, Any]) -> None:
-    """ConfigError where transformers would take a token of texts for padding, and so count positions otherwise."""
+    """Raise ConfigError if transformers would mistake a text token for padding, and so count positions differently."""
     wanted = hf_config.get("pad_token_id")
     if wanted is None or wanted == tokenizer.padding:
         return
@@ -313,7 +308,7 @@ def _check_padding(tokenizer: Tokenizer, hf_config: Mapping[str, Any]) -> None:
 
 
 def _loadable(ids: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Return the ids for config.json, so that transformers loads the model; the log names what it would not."""
+    """Return ids for config.json with which transformers loads the model; log those that it would not load."""
     replaced = replaced_ids(ids, rows)
     for key, value in replaced.items():
         log.warning(
@@ -327,24 +322,27 @@ def _loadable(ids: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def _token_id_keys(config: ModelConfig) -> tuple[str, ...]:
-    """The keys of config.json that name a model's token ids."""
+    """Return the keys of config.json that name a model's token ids."""
     if config.encoder_layers:
         return TOKEN_ID_KEYS + TARGET_ID_KEYS
     return TOKEN_ID_KEYS
 
 
 def _written_ids(token_ids: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """Every id that config.json names; null keeps out the class's own, and where a target starts is never null."""
+    """Return every id that config.json names.
+
+    Null suppresses the class default; the id that starts a target is never null.
+    """
     ids = {key: token_ids.get(key) for key in _token_id_keys(config)}
     if START_KEY in ids and ids[START_KEY] is None:
-        # As T5 and Marian, of whose tokens none begins a text; 0 if nobody has said what any token means.
+        # As for T5 and Marian, which have no begin token; 0 if no token's meaning is known.
         named = (ids[key] for key in ("bos_token_id", "pad_token_id") if isinstance(ids[key], int))
         ids[START_KEY] = next(named, 0)
     return ids
 
 
 def _token_id(key: str, value: Any) -> Any:
-    """The ids that config.json names; ConfigError for what no tokenizer has."""
+    """Return the value for a token-id key of config.json; raise ConfigError if it is not a valid id."""
     try:
         check_token_ids(value, key)
     except ValueError as error:
@@ -361,7 +359,7 @@ def _write_parameters(
     dtype: torch.dtype | None,
     progress: Progress | None,
 ) -> set[torch.dtype]:
-    """Hand every parameter's tensors on disk to ``add``; the set of dtypes written, buffers' not among them."""
+    """Pass every parameter's tensors on disk to ``add``; return the set of dtypes written, without those of buffers."""
     specs = {spec.name: spec for spec in tensor_specs(config, model_type=model_type)}
     copies: dict[str, list[str]] = {}
     for copy, parameter in mtp_copies(FAMILIES[model_type], config).items():
@@ -373,7 +371,7 @@ def _write_parameters(
         # config.json names one dtype, the parameters'; buffers are float32 in any model.
         if not is_buffer(name):
             dtypes.add(tensor.dtype)
-        # A tensor on disk is written once all parameters of it have come.
+        # A tensor on disk is written once all of its parameters have arrived.
         waiting[name] = tensor
         layout = specs[name].layouts[0]
         if all(member in waiting for member in layout.members):
@@ -387,13 +385,13 @@ def _write_parameters(
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor as it is written; a router's correction bias keeps its dtype, whatever the others get."""
+    """Return the tensor as it is written; a router's correction bias keeps its dtype."""
     if dtype is None or is_buffer(name):
         dtype = tensor.dtype
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ConfigError(f"dtype={dtype} of {name} cannot be exported. Choose float32, bfloat16 or float16.")
     cast = tensor.detach().to(dtype)
-    # float16 is the only one of the three with a smaller range: rounding is asked for, infinity is not.
+    # Only float16 has a smaller range than the others: rounding was requested, overflow to infinity was not.
     if dtype == torch.float16 and not torch.equal(cast.isfinite(), tensor.isfinite()):
         raise CheckpointError(f"{name} has values beyond float16's 65504. Export it in bfloat16 or float32.")
     return cast

@@ -1,4 +1,4 @@
-"""The tensors on disk that make up a decoder's parameters, and how one becomes the other."""
+"""Mapping between tensors on disk and a decoder's parameters, in both directions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way in which a parameter is stored on disk, alone or with others."""
+    """One way to store a parameter on disk, alone or together with others."""
 
     parts: tuple[Part, ...]
     """Tensors whose flattened values, one after the other, are those of the whole; of none all are zero."""
@@ -49,13 +49,13 @@ class Layout:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other parameters are stored in the same tensors."""
+        """True if other parameters are stored in the same tensors."""
         return len(self.members) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A parameter (or buffer) of the decoder and its layouts on disk: the first is written, all are read."""
+    """Parameter (or buffer) of the decoder and its layouts on disk: the first is written, all are read."""
 
     name: str
     shape: Shape
@@ -64,9 +64,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Another order of the same values: two views, of the disk's tensor and of ours, that agree element by element.
+    """Reordering of values: two views, of the tensor on disk and of ours, that agree element by element.
 
-    As views they cost nothing, and one copy between them is the conversion, in either direction.
+    Views cost nothing, and one copy between them is the conversion, in either direction.
     """
 
     disk_view: Callable[[Tensor], Tensor]
@@ -82,19 +82,19 @@ STEPS: dict[str, Step] = {
         our_view=lambda x: x,
         shape=lambda shape: (*shape[:-2], shape[-1], shape[-2]),
     ),
-    # [1, V]: a vector as the one row of a matrix.
+    # [1, V]: a vector as a matrix of one row.
     "one_row": Step(
         disk_view=lambda x: x.squeeze(0),
         our_view=lambda x: x,
         shape=lambda shape: (1, *shape),
     ),
-    # [1, 1, H, 1]: a number for each head.
+    # [1, 1, H, 1]: one number per head.
     "per_head": Step(
         disk_view=lambda x: x.flatten(),
         our_view=lambda x: x,
         shape=lambda shape: (1, 1, *shape, 1),
     ),
-    # [E, 2F, …]: gate and up rows alternate on disk, all gate rows come first in the decoder.
+    # [E, 2F, …]: gate and up rows alternate on disk; in the decoder all gate rows come first.
     "alternating": Step(
         disk_view=lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2),
         our_view=lambda x: x.unflatten(1, (2, -1)),
@@ -104,9 +104,9 @@ STEPS: dict[str, Step] = {
 
 
 def tensor_specs(config: ModelConfig, *, model_type: str | None = None) -> list[TensorSpec]:
-    """Every parameter and buffer of a decoder of this config, in the model's order, with its layouts on disk.
+    """Return every parameter and buffer of a decoder of this config, in the model's order, with its layouts on disk.
 
-    ``model_type`` chooses where several families can be the model; ConfigError where none can.
+    ``model_type`` chooses if several families can be the model; raise ConfigError if none can.
     """
     family = family_of(config, model_type=model_type)
     shapes = parameter_shapes(config)
@@ -120,8 +120,11 @@ def tensor_specs(config: ModelConfig, *, model_type: str | None = None) -> list[
 
 @lru_cache(maxsize=32)
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Shape of every parameter and buffer of the decoder, in its order; nothing is allocated, and no family needed."""
-    # The decoder itself is the only list of its parameters; on the meta device it costs nothing.
+    """Return the shape of every parameter and buffer of the decoder, in its order.
+
+    Nothing is allocated, and no family is needed.
+    """
+    # Only the decoder itself lists its parameters; on the meta device that costs nothing.
     from longctx.model.decoder import Decoder
 
     with torch.device("meta"):
@@ -129,7 +132,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def each_once(tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors; CheckpointError unless each of ``shapes`` comes once, of its shape, and no other."""
+    """Yield the tensors; raise CheckpointError unless they match ``shapes``, each exactly once and no other."""
     remaining = dict(shapes)
     for name, tensor in tensors:
         if name not in remaining:
@@ -143,14 +146,14 @@ def each_once(tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape]
 
 
 def is_carried(name: str, family: Family, config: ModelConfig, mtp_layers: int) -> bool:
-    """Return whether a tensor on disk is of a part that the decoder does not have.
+    """Return whether a tensor on disk belongs to a part that the decoder does not have.
 
-    Of blocks for multi-token prediction the file has so many.
+    ``mtp_layers`` is the number of blocks for multi-token prediction in the file.
     """
     if config.mtp_layers:
-        # All of them are the decoder's.
+        # All of them belong to the decoder.
         return False
-    # Such blocks have the numbers behind the last layer's, and nothing else tells them from it.
+    # Such blocks are numbered after the last layer, and differ from it only by number.
     found = re.match(r"model\.layers\.(\d{1,6})\.", name)
     if found is not None and 0 <= int(found[1]) - config.num_layers < mtp_layers:
         return True
@@ -158,7 +161,10 @@ def is_carried(name: str, family: Family, config: ModelConfig, mtp_layers: int) 
 
 
 def mtp_copies(family: Family, config: ModelConfig) -> dict[str, str]:
-    """Return names on disk that blocks for multi-token prediction have for what is the model's: to the parameter's."""
+    """Return the second names on disk, in blocks for multi-token prediction, of the model's own parameters.
+
+    The result maps each name to the parameter's name.
+    """
     if family.mtp is None:
         return {}
     head = EMBEDDINGS
@@ -172,17 +178,17 @@ def mtp_copies(family: Family, config: ModelConfig) -> dict[str, str]:
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:
-    """Return whether a whole name is of one of the patterns."""
+    """Return whether a full name matches one of the patterns."""
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def assemble(spec: TensorSpec, layout: Layout, disk: WeightsFolder) -> Tensor:
-    """Read the parameter from disk; besides it, memory holds one tensor, or the whole that it is part of."""
+    """Read the parameter from disk; besides it, memory holds one tensor, or the group of parameters stored with it."""
     whole = _joined(layout.parts, disk)
     if not layout.steps and not layout.is_shared and layout.order is None:
         return whole.view(spec.shape)
     start, stop = layout.rows
-    # One copy between two views does every step at once, whatever their number.
+    # One copy between two views does all steps at once.
     out = torch.empty(spec.shape, dtype=whole.dtype)
     on_disk = _disk_view(whole.view(_disk_shape(layout)), layout.steps)
     if layout.order is None:
@@ -194,7 +200,7 @@ def assemble(spec: TensorSpec, layout: Layout, disk: WeightsFolder) -> Tensor:
 
 
 def disassemble(layout: Layout, members: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values on disk of the parameters that make up a layout, in its order; views where possible."""
+    """Yield names and values on disk of the parameters that make up a layout, in its order; views if possible."""
     if len(members) == 1 and not layout.steps and layout.order is None:
         whole = members[0]
     else:
@@ -205,7 +211,7 @@ def disassemble(layout: Layout, members: list[Tensor]) -> Iterator[tuple[str, Te
 
 
 def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
-    """All members as one tensor in the disk's order."""
+    """Return all members as one tensor in the order on disk."""
     dtype = reduce(torch.promote_types, (member.dtype for member in members))
     whole = torch.empty(_disk_shape(layout), dtype=dtype)
     view = _disk_view(whole, layout.steps)
@@ -213,7 +219,7 @@ def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
     for member in members:
         stop = start + member.shape[0]
         values = _our_view(member, layout.steps)
-        # Written through the index, so that no reordered copy lies beside the whole.
+        # Written through the index, which avoids a reordered copy in memory.
         if layout.order is None:
             view[start:stop].copy_(values)
         else:
@@ -223,17 +229,17 @@ def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
 
 
 def _disk_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
-    """The disk's tensor in our order; the step that was done last for the disk is undone first."""
+    """Return a view of the tensor on disk in our order; steps are undone in reverse."""
     return reduce(lambda view, step: STEPS[step].disk_view(view), reversed(steps), x)
 
 
 def _our_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
-    """Our tensor in the shape that meets the disk's view."""
+    """Return a view of our tensor that matches the view of the tensor on disk."""
     return reduce(lambda view, step: STEPS[step].our_view(view), steps, x)
 
 
 def _joined(parts: tuple[Part, ...], disk: WeightsFolder) -> Tensor:
-    """The parts' values, flattened and concatenated, in the narrowest dtype that holds them all."""
+    """Return the values of the parts, flattened and concatenated, in the narrowest dtype that holds them all."""
     if len(parts) == 1:
         return disk.read(parts[0].name).reshape(-1)
     dtype = reduce(torch.promote_types, (disk.dtype(part.name) for part in parts))
@@ -247,18 +253,18 @@ def _joined(parts: tuple[Part, ...], disk: WeightsFolder) -> Tensor:
 
 
 def _disk_shape(layout: Layout) -> Shape:
-    """The whole's shape in the disk's order."""
+    """Return the shape of all members in the order on disk."""
     return reduce(lambda shape, step: STEPS[step].shape(shape), layout.steps, layout.whole)
 
 
 def _spec(
     name: str, rules: dict[str, list[TensorRule]], shapes: dict[str, Shape], config: ModelConfig, family: Family
 ) -> TensorSpec:
-    """A parameter's layouts by the family's rule; without a rule it is on disk under its own name."""
+    """Return a parameter's layouts by the family's rule; without a rule it is on disk under its own name."""
     pattern, layer = _without_number(name, config)
     rule = TensorRule(parameters=(pattern,), layouts=(OnDisk(names=(pattern,)),))
     for one in rules.get(pattern, ()):
-        # A tensor of the whole model is of no layer.
+        # A tensor of the full model belongs to no layer.
         if not layer or one.of_layer(config, int(layer)):
             rule = one
     members = tuple(_with_number(member, layer, config) for member in rule.parameters)
@@ -271,14 +277,14 @@ def _spec(
 def _layout(
     on_disk: OnDisk, members: tuple[str, ...], name: str, shapes: dict[str, Shape], layer: str, config: ModelConfig
 ) -> Layout:
-    """A family's way to store ``members``, with the names of this layer and the range of the parameter ``name``."""
-    # Members lie one after the other along their first axis (GPT-2's queries, keys and values).
+    """Return a family's layout of ``members``, with the names of this layer and the rows of the parameter ``name``."""
+    # Members are concatenated along their first axis (GPT-2's queries, keys and values).
     rows = [shapes[member][0] for member in members]
     start = sum(rows[: members.index(name)])
     whole = (sum(rows), *shapes[name][1:])
     layout = Layout(parts=(), whole=whole, steps=on_disk.steps, members=members, rows=(start, start + shapes[name][0]))
     parts = tuple(_parts(on_disk, _disk_shape(layout), layer, config))
-    # An index and no view: parts of different widths alternate on disk, which no strides can say.
+    # An index, not a view: parts of different widths alternate on disk, which strides cannot express.
     order = None
     if on_disk.rows is not None:
         order = torch.tensor(on_disk.rows(config))
@@ -286,7 +292,7 @@ def _layout(
 
 
 def _parts(on_disk: OnDisk, shape: Shape, layer: str, config: ModelConfig) -> Iterator[Part]:
-    """The tensors of one layout, parts of the first axis; those of one expert are equal parts of its second one."""
+    """Yield the tensors of one layout, slices of the first axis; those of one expert slice the second axis."""
     names = on_disk.names
     if not any("{expert}" in name for name in names):
         widths: Sequence[int] = [shape[0] // max(1, len(names))] * len(names)
@@ -302,7 +308,7 @@ def _parts(on_disk: OnDisk, shape: Shape, layer: str, config: ModelConfig) -> It
 
 
 def _behind_the_last(layout: Layout, layer: int, config: ModelConfig, mtp: MtpOnDisk) -> Layout:
-    """The layout of a block for multi-token prediction, under the names that these have."""
+    """Return the layout of a block for multi-token prediction, with the names of such blocks."""
     usual, theirs = f"model.layers.{layer}.", mtp.block.format(layer=layer, k=layer - config.num_layers)
     parts = []
     for part in layout.parts:
@@ -314,7 +320,7 @@ def _behind_the_last(layout: Layout, layer: int, config: ModelConfig, mtp: MtpOn
 
 
 def _with_number(pattern: str, layer: str, config: ModelConfig) -> str:
-    """The decoder's parameter of a layer, or of a block behind the last: the inverse of ``_without_number``."""
+    """Return the decoder's parameter of a layer, or of a block after the last: the inverse of ``_without_number``."""
     if not layer or pattern.startswith("encoder.") or int(layer) < config.num_layers:
         return pattern.format(layer=layer)
     number = int(layer) - config.num_layers
@@ -325,9 +331,9 @@ _LAYERS, _MTP = "model.layers.{layer}.", "model.mtp.{layer}."
 
 
 def _without_number(name: str, config: ModelConfig) -> tuple[str, str]:
-    """``model.layers.7.x`` as (``model.layers.{layer}.x``, ``7``), and so an encoder's.
+    """Return ``model.layers.7.x`` as (``model.layers.{layer}.x``, ``7``), and the same for an encoder.
 
-    Blocks for multi-token prediction count on from the layers, as on disk, and are else named as one of them.
+    Blocks for multi-token prediction are numbered after the layers, as on disk, and otherwise named like a layer.
     """
     ahead = re.match(r"model\.mtp\.(\d+)\.(block\.)?", name)
     if ahead is not None:

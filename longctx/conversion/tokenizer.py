@@ -1,6 +1,6 @@
-"""A model's tokenizer as the files of a Hugging Face folder, checked id for id with transformers.
+"""A model's tokenizer as the files of a Hugging Face folder, checked id by id against transformers.
 
-Files that came with a model go out byte for byte. A SentencePiece model alone becomes a fast tokenizer.
+Files that came with a model are written byte for byte. A standalone SentencePiece model becomes a fast tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAST_FILES = tuple(name for name in CARRIED_FILES if name not in (MODEL_FILE, GE
 def export_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, *, max_positions: int) -> dict[str, Any]:
     """Write a tokenizer's files into ``folder``; return the begin, end and padding ids for config.json.
 
-    DataError for a SentencePiece model that no tokenizer.json expresses.
+    Raise DataError if no tokenizer.json can express the SentencePiece model.
     """
     folder = Path(folder)
     if not isinstance(tokenizer, Tokenizer):
@@ -48,9 +48,9 @@ def export_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, *, m
 
 
 def log_remarks(tokenizer: Tokenizer | Path, rows: int) -> None:
-    """Warn of what a user should know of a tokenizer: begin and end in dispute, and ids beyond the model's rows.
+    """Warn about a tokenizer: contradictory begin and end ids, and ids beyond the model's rows.
 
-    A folder's files are converted as they are, also where it has a tokenizer that longctx does not read.
+    A folder's files are converted unchanged, even if longctx does not read its tokenizer.
     """
     if isinstance(tokenizer, Path):
         if not has_tokenizer(tokenizer):
@@ -68,9 +68,9 @@ def log_remarks(tokenizer: Tokenizer | Path, rows: int) -> None:
 
 
 def replaced_ids(ids: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return what config.json must say instead of these ids, for transformers to load a model of so many rows.
+    """Return replacements for these ids in config.json with which transformers loads a model of ``rows`` rows.
 
-    It takes one begin id, where a file may list several, and a padding id only if there is a row for it.
+    transformers takes one begin id, although a file may list several, and a padding id only if there is a row for it.
     """
     replaced: dict[str, Any] = {}
     for key in ("bos_token_id", "pad_token_id"):
@@ -78,27 +78,27 @@ def replaced_ids(ids: Mapping[str, Any], rows: int) -> dict[str, Any]:
         if isinstance(value, list):
             replaced[key] = next(iter(value), None)
     padding = replaced.get("pad_token_id", ids.get("pad_token_id"))
-    # As torch's Embedding counts: negative ones from the end.
+    # As in torch's Embedding: negative ones count from the end.
     if padding is not None and not -rows <= padding < rows:
         replaced["pad_token_id"] = None
     return replaced
 
 
 def came_from_hf(tokenizer: Tokenizer) -> bool:
-    """Whether transformers reads the tokenizer from the files that it came with."""
+    """Return whether transformers reads the tokenizer from its original files."""
     return any(name in FAST_FILES for name in tokenizer.files)
 
 
 def is_qwen(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer came for the class that transformers loads for every model of Qwen's types."""
+    """Return whether the tokenizer is for the class that transformers loads for every model of Qwen's types."""
     settings = read_object(tokenizer.files, TOKENIZER_CONFIG, tokenizer.path)
     return str(settings.get("tokenizer_class", "")).startswith("Qwen2Tokenizer")
 
 
 def config_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The ids that a config.json may name; several ids that end a text are a list.
+    """Return the ids for config.json; several ids that end a text are a list.
 
-    A target starts with what the files say, else with what begins a text, or if nothing does with what ends one.
+    A target starts with the id in the files, otherwise with the begin id, or without one with the end id.
     """
     special = tokenizer.special
     end: int | list[int] | None = special.end
@@ -119,25 +119,25 @@ def config_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def check_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, texts: Iterable[str]) -> None:
-    """DataError unless the folder's tokenizer begins and encodes a text as ``generate`` does, loaded by transformers.
+    """Raise DataError unless transformers loads a tokenizer from the folder that encodes texts like ``generate``.
 
-    ``texts`` are compared, and every piece of a SentencePiece model's vocabulary. Text must also come back from the
-    ids of a model of ours. Texts that spell a special token are left out for files that came with a model: the model's
-    own settings say whether transformers reads them as the token.
+    ``texts`` are compared, and every piece of a SentencePiece model's vocabulary. For our own models the text must also
+    be restored from the ids. For files that came with a model, texts that spell a special token are skipped: the
+    model's own settings decide whether transformers reads them as the token.
     """
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
     fast = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    # This instance shall not warn of long texts.
+    # This instance must not warn about long texts.
     fast.model_max_length = 2**60
     if not came_from_hf(tokenizer) and has_templates(tokenizer.files):
-        # Beside a chat template transformers reads control tokens; of all other texts the ids are compared here.
+        # With a chat template, transformers reads control tokens; the ids of all other texts are compared here.
         fast.split_special_tokens = True
     texts, gives_back = _compared_texts(tokenizer, fast, texts)
     for text in texts:
         wanted, found = tokenizer.encode_prompt(text), fast(text)["input_ids"]
         if not gives_back:
-            # Some tokenizers end a text too, which a prompt does not.
+            # Some tokenizers also append an end id, which a prompt does not have.
             found = found[: len(found) - _num_ends(fast)]
         if wanted != found:
             at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), len(wanted))
@@ -152,7 +152,7 @@ def check_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, texts
 
 
 def _compared_texts(tokenizer: Tokenizer, fast: Any, texts: Iterable[str]) -> tuple[Iterable[str], bool]:
-    """The texts to compare, and whether each must come back exactly."""
+    """Return the texts to compare, and whether each must be restored exactly."""
     if came_from_hf(tokenizer):
         return [text for text in texts if not any(special in text for special in fast.all_special_tokens)], False
     from longctx.tokenizer.export import piece_texts
@@ -165,7 +165,7 @@ def _compared_texts(tokenizer: Tokenizer, fast: Any, texts: Iterable[str]) -> tu
 
 
 def _num_ends(fast: Any) -> int:
-    """How many ids transformers puts after a text."""
+    """Return the number of ids that transformers appends to a text."""
     with_frame, without = fast("a")["input_ids"], fast("a", add_special_tokens=False)["input_ids"]
     for start in range(len(with_frame)):
         if with_frame[start : start + len(without)] == without:

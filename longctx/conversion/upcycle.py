@@ -1,19 +1,19 @@
 """A dense model as a mixture of experts that computes the same function ("sparse upcycling", arXiv 2212.05055).
 
-*Copy* (granularity 1): every expert is a copy of the dense FFN, the router is random. Gates sum to one, so whatever the
-router chooses, the output is the dense FFN's.
+*Copy* (granularity 1): every expert is a copy of the dense FFN, the router is random. Gates sum to one, so for any
+choice of the router the output is that of the dense FFN.
 
 *Granular* (arXiv 2410.07524): a copy is cut along the FFN's width into g shards of F/g columns, each an expert. The
-dense FFN is the *sum* of its shards, while gates weigh experts with a mean; so a shard's down projection is g times
-its columns of the dense one (in the weights, because few Hugging Face families have such a factor in their config). The
-shards of one copy share a random row of the router: their logits are equal, and a token that is routed to k = m·g
-experts gets its m best copies whole (the paper's virtual groups). Experts c·g … c·g + g − 1 are the shards of copy c.
+dense FFN is the *sum* of its shards, while gates weigh experts with a mean; so a shard's down projection is g times its
+columns of the dense one (in the weights, because few Hugging Face families have such a factor in their config). The
+shards of one copy share a random row of the router: their logits are equal, and a token routed to k = m·g experts gets
+its m best copies completely (the paper's virtual groups). Experts c·g … c·g + g − 1 are the shards of copy c.
 
-What is equal at the start, up to rounding: the output for every token, the loss, the gradients of all that is not an
-expert or a router, and the sum over copies of the experts' gradients (of down projections, g times that sum). What is
-not: bits (products are summed in another order; a g that is no power of two rounds the weights once), and where a
-router's product rounds the shards of one copy apart, the order in which they are chosen. From the first update on
-shards of a copy get router gradients of their own, and copies the tokens that chose them.
+Equal at the start, up to rounding: the output for every token, the loss, the gradients of all other parameters than
+experts and routers, and the sum over copies of the experts' gradients (for down projections, g times that sum). Not
+equal: bits (products are summed in another order; a g that is not a power of two rounds the weights once), and, if the
+router's product rounds the shards of one copy differently, the order in which they are chosen. After the first update,
+shards of a copy get separate router gradients, and copies get gradients from the tokens that chose them.
 
 Axes: M model width, F dense FFN width, X = F/g, E experts, C = E/g copies, g shards of a copy.
 """
@@ -44,7 +44,7 @@ _DENSE = re.compile(r"(model\.layers\.\d+\.mlp\.)(gate|up|down)_proj\.(weight|bi
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycling:
-    """What a dense FFN becomes. ConfigError where the start could not be equal."""
+    """Experts that replace a dense FFN. Raise ConfigError if the start could not be equal."""
 
     num_experts: int
     """Experts E of a layer, shards counted one by one: a multiple of granularity."""
@@ -73,7 +73,7 @@ class Upcycling:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From ``EXPERTS[,TOP_K[,GRANULARITY]]``, as the command line has it."""
+        """Parse ``EXPERTS[,TOP_K[,GRANULARITY]]`` from the command line."""
         try:
             numbers = [int(word) for word in text.split(",")]
         except ValueError:
@@ -84,7 +84,7 @@ class Upcycling:
 
 
 def upcycle_config(dense: ModelConfig, upcycling: Upcycling) -> ModelConfig:
-    """The config of the upcycled model; ConfigError where the dense one cannot be upcycled so."""
+    """Return the config of the upcycled model; raise ConfigError if the dense one cannot be upcycled this way."""
     g = upcycling.granularity
     if dense.num_experts:
         raise ConfigError(f"the model has model.num_experts={dense.num_experts} already; only dense ones are upcycled.")
@@ -120,7 +120,7 @@ def upcycle_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the upcycled model's tensors from the dense one's, in any order; memory holds one gate or up projection.
 
-    Tensors keep their dtype. CheckpointError where a layer's gate or up projection does not come.
+    Tensors keep their dtype. Raise CheckpointError if a layer's gate or up projection is missing.
     """
     config = upcycle_config(dense, upcycling)
     waiting: dict[str, tuple[str, Tensor]] = {}
@@ -135,7 +135,7 @@ def upcycle_tensors(
             suffix = "_bias"
         if which == "down":
             yield f"{layer}experts.down_proj{suffix}", _down(tensor, config, upcycling.granularity)
-            # Each layer has one down projection, which brings the layer's new router along.
+            # Each layer has one down projection; the layer's new router is emitted with it.
             if kind == "weight":
                 yield f"{layer}gate.weight", _router(f"{layer}gate.weight", config, upcycling).to(tensor.dtype)
             continue
@@ -162,10 +162,10 @@ def upcycle_checkpoint(
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a dense checkpoint (or a run's newest) as one of an expert model, of step 0, to train on from.
+    """Write a dense checkpoint (or a run's newest) as one of an expert model, of step 0, to train from.
 
-    Returns its folder. It holds fp32 masters and no optimiser moments; the tokenizer comes along. The checkpoint's
-    hashes are checked first.
+    Return its folder. It holds fp32 masters and no optimiser moments; the tokenizer is copied. The checkpoint's hashes
+    are checked first.
     """
     reader = CheckpointReader(find_checkpoint(checkpoint))
     dense = model_config(reader)
@@ -174,13 +174,13 @@ def upcycle_checkpoint(
     training: dict[str, Any] = {"upcycled": {"from": reader.folder.name, "step": reader.step, **asdict(upcycling)}}
     origin = reader.manifest["training"].get("imported")
     if origin:
-        # An import's token ids still hold; its dtypes do not.
+        # An import's token ids are still valid; its dtypes are not.
         training["imported"] = origin | {"dtype": "float32", "dtypes": {}}
     return save_masters(
         config,
         upcycle_tensors(reader.state_dict(torch.float32), dense, upcycling),
         Path(output),
-        # Routers, and a g that is no power of two, need the bits.
+        # Routers, and a g that is not a power of two, need the bits.
         dtype=torch.float32,
         training=training,
         carried={name: reader.folder / name for name in carried_names(reader)},
@@ -190,20 +190,23 @@ def upcycle_checkpoint(
 
 
 def _router(name: str, config: ModelConfig, upcycling: Upcycling) -> Tensor:
-    """[E, M]: a random row for each copy, the same for its shards."""
+    """Return the router [E, M]: a random row for each copy, shared by its shards."""
     g = upcycling.granularity
     rows_CM = initial_value(name, (config.num_experts // g, config.hidden_size), config, upcycling.seed)
     return rows_CM.repeat_interleave(g, dim=0)
 
 
 def _gate_up(gate: Tensor, up: Tensor, config: ModelConfig, g: int) -> Tensor:
-    """[E, 2X, M] of two [F, M], or [E, 2X] of two biases [F]: a shard's gate rows, then its up rows."""
+    """Return [E, 2X, M] from two [F, M], or [E, 2X] from two biases [F]: a shard's gate rows, then its up rows."""
     shards = torch.cat((gate.unflatten(0, (g, -1)), up.unflatten(0, (g, -1))), dim=1)
     return torch.cat([shards] * (config.num_experts // g))
 
 
 def _down(down: Tensor, config: ModelConfig, g: int) -> Tensor:
-    """[E, M, X] of [M, F], g times its columns; [E, M] of a bias [M], as it is: gates that sum to one add it once."""
+    """Return [E, M, X] from [M, F], its columns times g; or [E, M] from a bias [M].
+
+    The bias is unchanged: gates that sum to one add it once.
+    """
     if down.dim() == 1:
         return down.repeat(config.num_experts, 1)
     shards_gMX = down.unflatten(1, (g, -1)).transpose(0, 1)

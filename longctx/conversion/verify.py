@@ -1,4 +1,4 @@
-"""Proof that a conversion is right: every tensor's hash read back through the table, and transformers' logits.
+"""Verification of a conversion: every tensor's hash read back through the table, and logits compared with transformers.
 
 Axes: T tokens, S tokens of a source, V vocabulary.
 """
@@ -54,28 +54,28 @@ Fingerprint = tuple[str, tuple[int, ...], str]
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCheck:
-    """What was read back and found equal."""
+    """Tensors that were read back and found equal."""
 
     num_tensors: int
     num_bytes: int
 
 
 class Fingerprints:
-    """The hash of every parameter that a conversion hands to its writer, to be compared with what was written."""
+    """Hash of every parameter that a conversion passes to its writer, to be compared with the written ones."""
 
     def __init__(self) -> None:
         self._recorded: dict[str, Fingerprint] = {}
         self._num_bytes = 0
 
     def record(self, items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the items, each recorded before it is handed on."""
+        """Yield the items, each recorded before it is passed on."""
         for name, tensor in items:
             self._recorded[name] = _fingerprint(tensor)
             self._num_bytes += tensor.nbytes
             yield name, tensor
 
     def check(self, found: Iterable[tuple[str, Tensor]], where: str) -> TensorCheck:
-        """CheckpointError unless ``found`` are the recorded parameters: the same names, dtypes, shapes and bytes."""
+        """Raise CheckpointError unless ``found`` equals the recorded parameters in names, dtypes, shapes and bytes."""
         left = dict(self._recorded)
         wrong: list[str] = []
         for name, tensor in found:
@@ -92,12 +92,12 @@ class Fingerprints:
 
 
 def _fingerprint(tensor: Tensor) -> Fingerprint:
-    """What must be equal of two tensors."""
+    """Return the properties that must be equal for two tensors."""
     return dtype_name(tensor.dtype), tuple(tensor.shape), xxhash.xxh3_128_hexdigest(content_of(tensor))
 
 
 def _difference(expected: Fingerprint | None, found: Fingerprint) -> str:
-    """In what two fingerprints differ, for the message."""
+    """Return the difference of two fingerprints, for the message."""
     if expected is None:
         return "unexpected"
     if expected[:2] != found[:2]:
@@ -107,7 +107,7 @@ def _difference(expected: Fingerprint | None, found: Fingerprint) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsCheck:
-    """How far our logits are from transformers', and what was allowed."""
+    """Distance of our logits from those of transformers, and its bounds."""
 
     num_tokens: int
     dtype: torch.dtype
@@ -123,7 +123,7 @@ class LogitsCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether both are within their bounds (NaN is not)."""
+        """True if both distances are within their bounds (NaN is not)."""
         return self.max_error <= self.error_bound and self.max_kl <= self.kl_bound
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ class LogitsCheck:
 
 
 def why_no_logits(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> str | None:
-    """Why logits cannot be compared here: transformers is not installed, or a model does not fit; None if they can."""
+    """Return why logits cannot be compared: transformers is missing, or a model does not fit. None if they can."""
     try:
         import transformers  # noqa: F401
     except ImportError:
@@ -156,19 +156,19 @@ def compare_logits(
     num_parameters: int,
     dtype: torch.dtype,
 ) -> LogitsCheck:
-    """Compare logits of the decoder with ``parameters`` and of ``folder`` as transformers loads it.
+    """Compare logits of the decoder with ``parameters`` and of ``folder`` as loaded by transformers.
 
-    Both get the same random tokens at the positions 0, 1, 2, … and compute in float32 where that fits (weights stored
-    in ``dtype`` keep their value), else in ``dtype``. One model is in memory at a time. CheckpointError when they
-    differ by more than the bounds: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, and more where transformers' own ways to compute
-    are far apart (``OWN_FACTOR``).
+    Both get the same random tokens at positions 0, 1, 2, … and compute in float32 if that fits (weights stored in
+    ``dtype`` keep their value), otherwise in ``dtype``. One model is in memory at a time. Raise CheckpointError if they
+    differ by more than the bounds: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, or more if transformers' own implementations are
+    far apart (``OWN_FACTOR``).
     """
     # In float32 a difference is an error in the model; in bfloat16 it may be rounding.
     compute = dtype
     if why_no_logits(config, num_parameters, torch.float32) is None:
         compute = torch.float32
     num_tokens = min(NUM_TOKENS, config.max_positions)
-    # RoBERTa's class takes the id before its first position for padding.
+    # RoBERTa's class mistakes the id before its first position for padding.
     first, generator = min(config.position_offset, config.vocab_size - 1), torch.Generator().manual_seed(0)
     tokens_T = torch.randint(first, config.vocab_size, (num_tokens,), generator=generator)
     source_S: Tensor | None = None
@@ -194,7 +194,7 @@ def compare_logits(
 
 
 def judge_logits(ours_TV: Tensor, theirs: dict[str, tuple[Tensor, Tensor]], *, dtype: torch.dtype) -> LogitsCheck:
-    """Our logits beside transformers' of each pair of ways; all pairs begin with the same reference."""
+    """Compare our logits with the reference, the first of each pair in ``theirs``; the pairs set the bounds."""
     (reference_TV, _), *_ = theirs.values()
     error, kl = distance(reference_TV, ours_TV)
     own = {ways: distance(*pair) for ways, pair in theirs.items()}
@@ -214,7 +214,7 @@ def judge_logits(ours_TV: Tensor, theirs: dict[str, tuple[Tensor, Tensor]], *, d
 
 
 def distance(p_TV: Tensor, q_TV: Tensor, block: int = 32) -> tuple[float, float]:
-    """Largest difference of two logits, and largest KL(p ‖ q) of a token in nats, both in float64."""
+    """Return the largest difference of two logits, and the largest KL(p ‖ q) of a token in nats, both in float64."""
     errors, divergences = [], []
     # In blocks: float64 logits of all tokens would take more memory than the model.
     for p, q in zip(p_TV.split(block), q_TV.split(block), strict=True):
@@ -233,12 +233,12 @@ def _our_logits(
     source_S: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Our logits [T, V] in float32, of one document without padding; an encoder reads the source."""
+    """Return our logits [T, V] in float32, for one document without padding; an encoder reads the source."""
     from longctx.model.decoder import Decoder
 
     model = Decoder(config, seed=None).to(dtype).eval()
     own = model.state_dict()
-    # One parameter at a time, straight into the model: the checkpoint is never in memory beside it.
+    # One parameter at a time, directly into the model: the checkpoint is never in memory as well.
     for name, tensor in parameters:
         own.pop(name).copy_(tensor)
     if own:
@@ -268,10 +268,10 @@ def _their_logits(
     moves: bool,
     has_states: bool,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Logits [T, V] computed in two ways, under the name of the ways; no code of the folder is run.
+    """Return logits [T, V] computed in two ways, by name of the pair of ways; no code from the folder is executed.
 
-    ``auto_class`` loads it; ``moves`` says that the model computes the same wherever positions begin,
-    ``has_states`` that layers pass states on.
+    ``auto_class`` loads it; ``moves`` says that the result does not depend on the first position, ``has_states`` that
+    layers pass states on.
     """
     import transformers
 
@@ -289,7 +289,7 @@ def _their_logits(
                 .eval()
             )
         except Exception as error:
-            # Whatever a library that knows hundreds of models may raise.
+            # A library with hundreds of models may raise any exception.
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
             raise CheckpointError(f"transformers cannot load {folder}: {first_line}") from error
         tokens_BT = tokens_T[None]
@@ -302,7 +302,7 @@ def _their_logits(
         try:
             model.set_attn_implementation("sdpa")
         except (ValueError, ImportError):
-            # The model has no other attention.
+            # The model has no other attention implementation.
             return {TWO_PASSES: (eager_TV, _in_two_passes(model, tokens_BT, cut))}
         reference_TV = call().logits[0].float()
         pairs = {TWO_ATTENTIONS: (reference_TV, eager_TV)}
@@ -316,7 +316,7 @@ def _their_logits(
 
 
 def _in_two_passes(model: Any, tokens_BT: Tensor, cut: int) -> Tensor:
-    """transformers' logits [T, V] where the tokens from ``cut`` on read a cache of those before."""
+    """Return transformers' logits [T, V] when the tokens from ``cut`` on read a cache of the earlier ones."""
     first = model(tokens_BT[:, :cut], use_cache=True)
     second = model(tokens_BT[:, cut:], past_key_values=first.past_key_values, use_cache=True)
     return torch.cat([first.logits, second.logits], dim=1)[0].float()
@@ -324,7 +324,7 @@ def _in_two_passes(model: Any, tokens_BT: Tensor, cut: int) -> Tensor:
 
 @contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Within the block transformers shows no progress bars and no warnings."""
+    """Suppress progress bars and warnings of transformers within the block."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -340,14 +340,14 @@ def _silent_transformers() -> Iterator[None]:
 
 
 def bytes_needed(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> int:
-    """Memory of one model, of three times the logits in float32, of some blocks in float64, and of activations."""
+    """Return the memory of one model, three float32 copies of the logits, some float64 blocks, and activations."""
     tokens = min(NUM_TOKENS, config.max_positions)
     width = 8 * config.hidden_size + 4 * config.num_heads * tokens + 4 * widest_ffn(config)
     return int(1.1 * num_parameters * dtype.itemsize) + tokens * (16 * config.vocab_size + 4 * width) + 2**28
 
 
 def check_kind(verify: str) -> None:
-    """ConfigError for anything but one of ``KINDS``."""
+    """Raise ConfigError unless ``verify`` is one of ``KINDS``."""
     if verify not in KINDS:
         raise ConfigError(f"verify={verify!r} is not one of {', '.join(KINDS)}.")
 

@@ -1,7 +1,7 @@
-"""Does a model use its context? Tasks that make prompts and score what a model writes after them.
+"""Evaluation of context use: tasks that make prompts and score the text a model writes after them.
 
 Nothing here runs a model: prompts are made from a seed and fitted to a length by the model's own tokenizer, outputs
-become rows of scores, rows become means with intervals.
+become rows of scores, and rows become means with intervals.
 """
 
 from longctx.evaluation.haystack import Haystack

@@ -1,6 +1,6 @@
-"""Our own tasks: each builds a prompt from a random generator and a number of filler units, and is fitted to a length.
+"""Our own tasks: each builds a prompt from a random generator and a number of filler units, and fits it to a length.
 
-RULER's tasks are fitted as NVIDIA's scripts do it: ``longctx/evaluation/ruler/``.
+RULER's tasks are fitted as in NVIDIA's scripts: ``longctx/evaluation/ruler/``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ATTEMPTS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A prompt with so much filler, and what is right after it."""
+    """Prompt with a given amount of filler, and its correct answers."""
 
     prompt: str
     answers: tuple[str, ...]
@@ -41,7 +41,7 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a builder is given; the same request with more units gives the same prompt with more filler."""
+    """Input of a builder; the same request with more units gives the same prompt with more filler."""
 
     random: Random
     """Fresh for each draft: drawn from in the same order, whatever the number of units."""
@@ -51,14 +51,14 @@ class Request:
 
     @property
     def text(self) -> Haystack:
-        """The haystack of a task that needs one."""
+        """Haystack of a task that needs one."""
         assert self.haystack is not None
         return self.haystack
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedTask(Task):
-    """A task whose samples are independent of one another."""
+    """Task with independent samples."""
 
     build: Callable[[Request], Draft]
     rule: Score = begins_with
@@ -67,14 +67,14 @@ class FittedTask(Task):
     has_depth: bool = True
 
     def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
-        """Yield samples ``start`` to ``count``. A prompt with one more unit of filler would not fit."""
+        """Yield samples ``start`` to ``count``. No prompt would fit with one more unit of filler."""
         for index in range(start, count):
             yield self.sample(setting, length, index)
 
     def sample(self, setting: Setting, length: int, index: int) -> Sample:
-        """One sample; DataError where the shortest prompt does not fit, or the haystack is too short."""
+        """Return one sample; raise DataError if the shortest prompt does not fit, or if the haystack is too short."""
         for attempt in range(ATTEMPTS):
-            # Each attempt draws from its own seed. Nearly every sample ends with the first.
+            # Each attempt draws from its own seed. Nearly every sample needs only the first.
             sample = self._draw(setting, length, index, attempt)
             if all(sample.prompt.count(sample.prompt[start:stop]) == 1 for start, stop in sample.spans):
                 # A score that can never be 1 would look like a weak model.
@@ -90,16 +90,16 @@ class FittedTask(Task):
         haystack = None
         if self.needs_haystack:
             haystack = required_haystack(self, setting)
-        # All that a sample depends on is in its seed, so samples can be made in any order and made again.
+        # The seed determines everything about a sample, so samples can be made in any order, and again.
         seed = f"{setting.seed}/{self.name}/{length}/{index}/{attempt}"
         depth = setting.depths[index % len(setting.depths)]
         answer_tokens = tokens_for_answer(self, setting)
 
         def draft_of(units: int) -> Draft:
-            # A fresh generator each time: a draft with more filler has the same needles.
+            # A new generator each time: a draft with more filler has the same needles.
             return self.build(Request(random=Random(seed), units=units, depth=depth, haystack=haystack))
 
-        # Encoding is what costs, and the search, the check and the sample ask for the same numbers.
+        # Encoding dominates the cost, and the search, the check and the sample need the same numbers.
         @cache
         def tokens_of(units: int) -> int:
             return len(setting.tokenizer.encode_prompt(draft_of(units).prompt))
@@ -135,7 +135,7 @@ class FittedTask(Task):
         if needed + answer_tokens > length:
             raise too_short(self.name, length, prompt=needed, answer=answer_tokens)
         units = largest_fitting(tokens_of, smallest=self.smallest, most=most, budget=length - answer_tokens)
-        # A text that is used up but fills the length serves: nothing was missing.
+        # A text that is used up but fills the length is long enough.
         filled = tokens_of(units) + answer_tokens
         if haystack is not None and units == most and filled < length:
             raise haystack.too_short(self.name, length, filled=filled)
@@ -143,28 +143,28 @@ class FittedTask(Task):
 
 
 def largest_fitting(tokens_of: Callable[[int], int], *, smallest: int, most: int | None, budget: int) -> int:
-    """The number of units that fits and with one more does not; ``most`` where all of those fit.
+    """Return the largest number of units that fits, or ``most`` if all of them fit.
 
-    ``smallest`` must fit. Tokens grow about evenly with units, so the search guesses on a straight line between a
-    number that fits and one that does not, and halves the range where guesses do not. Each call of ``tokens_of`` may
-    encode a whole prompt: there are about a dozen of them for a million units.
+    ``smallest`` must fit. Tokens grow about evenly with units, so the search interpolates linearly between a number
+    that fits and one that does not, and bisects if that makes little progress. Each call of ``tokens_of`` may encode a
+    full prompt: there are about a dozen calls for a million units.
     """
     low, high, low_tokens, high_tokens = _bracket(tokens_of, smallest=smallest, most=most, budget=budget)
     halve = False
     above = True
     while high - low > 1:
         width = high - low
-        # Where guesses do not help, plain bisection ends the search all the same.
+        # If interpolation does not help, plain bisection still ends the search.
         middle = low + width // 2
         if not halve:
             guess = low + width * (budget - low_tokens) / max(1, high_tokens - low_tokens)
-            # On both sides of the guess in turn: two probes then leave a narrow range around it.
+            # Alternately on both sides of the guess: two probes then leave a narrow range around it.
             margin = math.isqrt(width)
             middle = int(guess) - margin
             if above:
                 middle = int(guess) + margin
             above = not above
-            # A number outside of the range is known already and would teach nothing.
+            # A number outside the range is known already and would add no information.
             middle = min(max(middle, low + 1), high - 1)
         tokens = tokens_of(middle)
         if tokens <= budget:
@@ -179,9 +179,12 @@ def largest_fitting(tokens_of: Callable[[int], int], *, smallest: int, most: int
 def _bracket(
     tokens_of: Callable[[int], int], *, smallest: int, most: int | None, budget: int
 ) -> tuple[int, int, int, int]:
-    """A number of units that fits, one that does not, and their tokens. ``most`` fits if the second is one above it."""
+    """Return a number of units that fits, one that does not, and their tokens.
+
+    ``most`` fits if the second is ``most`` + 1.
+    """
     low, low_tokens = smallest, tokens_of(smallest)
-    # The first step is as long as the shortest prompt, so that its slope is one of filler.
+    # The first step is as long as the shortest prompt, so that its slope reflects filler.
     step = max(1, smallest)
     while most is None or low < most:
         high = low + step
@@ -191,9 +194,9 @@ def _bracket(
         if high_tokens > budget:
             return low, high, low_tokens, high_tokens
         slope = (high_tokens - low_tokens) / (high - low)
-        # Twice as far each time: where the slope misleads, few probes still reach the budget.
+        # Twice as far each time: even if the slope misleads, few probes reach the budget.
         step *= 2
-        # A straight line through both numbers says how far the budget is, and a little more.
+        # Extrapolate linearly through both numbers to the budget, and a little further.
         if slope > 0:
             step = max(step, int(1.02 * (budget - high_tokens) / slope) + 1)
         low, low_tokens = high, high_tokens

@@ -1,4 +1,4 @@
-"""Text in which needles are hidden: sentences and words of documents that the model was not trained on."""
+"""Text that hides needles: sentences and words of documents that the model was not trained on."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text: a cut after each full stop, question or exclamation mark before white space.
+    """Return the sentences of a text, cut after each full stop, question or exclamation mark before white space.
 
-    NVIDIA's RULER cuts with nltk's Punkt model instead, which needs a download: pass ``nltk.tokenize.sent_tokenize`` to
+    NVIDIA's RULER uses nltk's Punkt model instead, which needs a download: pass ``nltk.tokenize.sent_tokenize`` to
     ``Haystack`` for its sentences.
     """
     return [sentence for sentence in _SENTENCE_END.split(text.strip()) if sentence]
 
 
 class Haystack:
-    """Documents as one run of sentences; all white space is a single space, as RULER has it."""
+    """Documents as one sequence of sentences; all white space becomes a single space, as in RULER."""
 
     def __init__(
         self, texts: Iterable[str], *, source: str, split: Callable[[str], list[str]] = split_sentences
     ) -> None:
-        """``source`` names the texts in messages. Reading stops after ``MOST_CHARACTERS``."""
+        """Read ``texts`` up to ``MOST_CHARACTERS``. ``source`` names them in messages."""
         self.source = source
         self.split = split
         self.sentences: list[str] = []
         read = 0
         for text in texts:
-            # Needles stand on no line of their own, so line breaks would tell them from the text.
+            # Needles are not on separate lines, so line breaks would distinguish the text from them.
             text = " ".join(text.split())
             self.sentences += split(text)
             read += len(text)
@@ -52,11 +52,11 @@ class Haystack:
 
     @cached_property
     def words(self) -> list[str]:
-        """All words in their order."""
+        """All words in order."""
         return " ".join(self.sentences).split(" ")
 
     def window(self, first: int, num_words: int) -> list[str]:
-        """``num_words`` words as sentences from number ``first`` on, around the end if need be; the last one is cut."""
+        """Return ``num_words`` words as sentences from number ``first`` on, wrapping around; the last one is cut."""
         assert num_words <= self.num_words, "a window never repeats text"
         chosen: list[str] = []
         at = first % len(self.sentences)
@@ -66,12 +66,12 @@ class Haystack:
                 sentence = " ".join(sentence.split(" ")[:num_words])
             chosen.append(sentence)
             num_words -= self._num_words[at]
-            # Around the end, so that a text that is just long enough serves from any sentence on.
+            # Wrap around, so that a text that is just long enough works from any first sentence.
             at = (at + 1) % len(self.sentences)
         return chosen
 
     def too_short(self, task: str, length: int, *, filled: int) -> DataError:
-        """The error of a haystack that makes, all of it, a prompt and answer of ``filled`` tokens only."""
+        """Return the error for a haystack that gives a prompt and answer of only ``filled`` tokens in total."""
         return DataError(
             f"length={length}: all {self.num_words:,} words of haystack {self.source} make {filled:,} tokens with "
             f"the question and the answer of task {task}, and text is not repeated. "
@@ -80,14 +80,14 @@ class Haystack:
 
 
 def insert_sentences(sentences: list[str], inserted: list[tuple[float, str]]) -> tuple[str, list[int]]:
-    """The text with further sentences, and the character at which each of those begins.
+    """Return the text with the inserted sentences, and the character at which each of them begins.
 
     Each is inserted between two sentences, nearest to its depth (a fraction of the text's characters); of several at
-    one point the one that was asked for less deep comes first.
+    one point, the one with the smaller requested depth comes first.
     """
     ends = list(accumulate((len(sentence) + 1 for sentence in sentences), initial=0))
     points = [_nearest(ends, depth * ends[-1]) for depth, _ in inserted]
-    # Ties by depth, so that a needle never stands before one that was asked for less deep.
+    # Ties by depth, so that a needle never precedes one with a smaller requested depth.
     order = sorted(range(len(inserted)), key=lambda number: (points[number], inserted[number][0], number))
     parts: list[str] = []
     starts = [0] * len(inserted)
@@ -105,7 +105,7 @@ def insert_sentences(sentences: list[str], inserted: list[tuple[float, str]]) ->
 
 
 def _nearest(ends: list[int], wanted: float) -> int:
-    """The index of the ascending ``ends`` that is nearest to a value."""
+    """Return the index of the value in ascending ``ends`` that is nearest to ``wanted``."""
     at = bisect_left(ends, wanted, hi=len(ends) - 1)
     # The first gap that is not before the point; the one before may be nearer.
     if at and wanted - ends[at - 1] <= ends[at] - wanted:

@@ -1,4 +1,4 @@
-"""Intervals of 95 % around means of scores, and of weighted sums of such means."""
+"""95 % intervals for means of scores, and for weighted sums of such means."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean of scores with its interval of 95 %."""
+    """Mean of scores with its 95 % interval."""
 
     mean: float
     low: float
@@ -27,35 +27,35 @@ class Estimate:
 
 
 def estimate(scores: Sequence[float]) -> Estimate:
-    """The mean of scores from 0 to 1, with an interval.
+    """Return the mean of scores from 0 to 1, with an interval.
 
-    Wilson's interval where all scores are 0 or 1, or all are the same; else the bootstrap's percentiles. A bootstrap of
-    equal scores has no width at all, and Wilson's is on the safe side there: no score between 0 and 1 varies more.
+    Use Wilson's interval if all scores are 0 or 1, or all are equal; otherwise the bootstrap's percentiles. A bootstrap
+    of equal scores has zero width, and Wilson's is conservative then: no score between 0 and 1 varies more.
     """
     assert scores, "an estimate needs a sample"
     mean = math.fsum(scores) / len(scores)
     if all(score in (0.0, 1.0) for score in scores) or min(scores) == max(scores):
-        # Right also near 0 and 1 and for few samples, where a normal interval leaves the range.
+        # Also valid near 0 and 1 and for few samples, where a normal interval leaves the range.
         low, high = wilson(mean, len(scores))
         return Estimate(mean=mean, low=low, high=high, count=len(scores), method="wilson")
     low, high = bootstrap(scores)
-    # Of few and skewed scores percentiles may miss the mean itself.
+    # For few and skewed scores, percentiles may exclude the mean itself.
     return Estimate(mean=mean, low=min(low, mean), high=max(high, mean), count=len(scores), method="bootstrap")
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's score interval of a share of ``count`` samples."""
+    """Return Wilson's score interval for a share of ``count`` samples."""
     denominator = 1 + _Z**2 / count
     middle = (share + _Z**2 / (2 * count)) / denominator
     half = _Z / denominator * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
-    # At the ends rounding would leave the share itself outside.
+    # At the ends, rounding could exclude the share itself.
     return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
 
 
 def bootstrap(scores: Sequence[float]) -> tuple[float, float]:
-    """The 2.5th and 97.5th percentile of the mean over resamples; the same scores always give the same."""
+    """Return the 2.5th and 97.5th percentile of the mean over resamples; deterministic for equal scores."""
     values, counts = np.unique(np.asarray(scores, dtype=np.float64), return_counts=True)
-    # How often each value is drawn: the same distribution as drawing the samples one by one.
+    # The number of times each value is drawn: the same distribution as drawing the samples one by one.
     drawn = np.random.default_rng(0).multinomial(len(scores), counts / len(scores), size=RESAMPLES)
     means = drawn @ values / len(scores)
     low, high = np.percentile(means, [2.5, 97.5])
@@ -63,13 +63,13 @@ def bootstrap(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def weighted_sum(parts: Sequence[tuple[float, Estimate]]) -> Estimate:
-    """The sum of weight × mean over independent estimates; weights are not negative.
+    """Return the sum of weight × mean over independent estimates; weights are not negative.
 
-    Its interval is recovered from theirs (Zou and Donner's method of variance estimates recovery): the distances from
+    Its interval is derived from theirs (Zou and Donner's method of variance estimates recovery): the distances from
     mean to low and to high are added in quadrature.
     """
     mean = math.fsum(weight * part.mean for weight, part in parts)
-    # Each side by itself: near 0 and 1 an interval is not symmetric.
+    # Each side separately: near 0 and 1 an interval is not symmetric.
     below = math.hypot(*(weight * (part.mean - part.low) for weight, part in parts))
     above = math.hypot(*(weight * (part.high - part.mean) for weight, part in parts))
     count = sum(part.count for _, part in parts)

@@ -1,19 +1,19 @@
-"""The leak probe: does a document of a packed row depend on another one?
+"""Leak probe: checks that no document of a packed row depends on another one.
 
-It asks any trainer, by four passes of its model in evaluation mode::
+It works with any trainer, by four passes of its model in evaluation mode::
 
     from longctx.evaluation.leaks import find_leaks
 
     found = find_leaks(lambda tokens, ids: model(tokens, ids), tokens_BT, document_ids_BT, vocab_size=32_000)
     print(f"{found.outside_share:.1%} of what other documents say has changed")
 
-First one token of the first document is changed, its first one and then its last one. What the model says in other
-documents must stay as it is, bit by bit: nothing of what is computed there has another value. A mask that lets
-documents see each other changes half of it or all; so does a convolution or a state that goes on over a boundary.
+First one token of the first document is changed: its first, then its last. The model's outputs in other documents must
+stay equal bit by bit, because all of their inputs are unchanged. A mask that lets documents see each other changes half
+of the outputs or all, and so does a convolution or a state that continues over a boundary.
 
-Then the first document loses its first token, and all behind it in its row move up. Positions that go on over a
-boundary change what other documents say, which no other token does. Rounding may change with the place in a row, so
-this change is one of size.
+Then the first document loses its first token, and all later tokens of its row move up. This changes the outputs of
+other documents only if positions continue over a boundary. Rounding may change with the position in a row, so this
+change is measured by size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PADDING = -1
 
 
 class Leaks(NamedTuple):
-    """What changed in other documents with the first one, as shares of their tokens."""
+    """Changes in other documents caused by the first one, as shares of their tokens."""
 
     outside_share: float
     """Of tokens of other documents, with one token of the first: 0 if nothing leaks."""
@@ -52,12 +52,12 @@ def find_leaks(
     vocab_size: int,
     tolerance: float = 0.0,
 ) -> Leaks:
-    """Change the first document, a token and then its length, and compare what a model says of the others.
+    """Change the first document, first one token and then its length, and compare the model's outputs for the others.
 
-    ``outputs_of`` takes tokens and document ids [B, T] to outputs [B, T, …] of any kind: logits, hidden states,
-    likelihoods. Ids of documents differ over all rows, and are negative for padding, which is not compared. A change
-    of at most ``tolerance`` is none: 0 but for experts, whose products change in rounding with the rows that they get.
-    ValueError if the first document has one token alone.
+    ``outputs_of`` maps tokens and document ids [B, T] to outputs [B, T, …] of any kind: logits, hidden states,
+    likelihoods. Document ids are unique over all rows, and negative for padding, which is not compared. Differences of
+    at most ``tolerance`` do not count: use 0 except for experts, whose products round differently with the number of
+    their rows. Raise ValueError if the first document has only one token.
     """
     documents_N = document_ids_BT.flatten()
     first = int(documents_N[documents_N >= 0][0])
@@ -76,7 +76,7 @@ def find_leaks(
         other_BT = tokens_BT.clone()
         other_BT.view(-1)[place] = (tokens_BT.view(-1)[place] + 1) % vocab_size
         difference_N = (outputs(other_BT) - before).abs().amax(1)
-        # Not-a-number is a change too.
+        # NaN counts as a change too.
         changed_N = ~(difference_N <= tolerance)
         changed_outside |= changed_N & outside_N
         changed_inside = changed_N & inside_N
@@ -98,7 +98,7 @@ def find_leaks(
 
 
 def _shortened(values_BT: Tensor, row: int, at: int, fill: int) -> Tensor:
-    """Return rows in which one lacks an entry, with another behind its last."""
+    """Return the rows with one entry removed from one of them, and ``fill`` appended to that row."""
     changed_BT = values_BT.clone()
     changed_BT[row, at:-1] = values_BT[row, at + 1 :]
     changed_BT[row, -1] = fill

@@ -1,6 +1,6 @@
-"""Losses of whole texts: sums and token counts by position and by distance, and the tokens that need far context.
+"""Losses of full texts: sums and token counts by position and by distance, and the tokens that need far context.
 
-A loss is a sum and a count until the very end, so texts and bins of any size weigh as many tokens as they have.
+A loss stays a sum and a count until the very end, so texts and bins of any size weigh as many tokens as they have.
 
 Axes: T tokens of a text; the first has no loss, so losses are [T − 1].
 """
@@ -22,7 +22,7 @@ KEY_GAIN, KEY_LOSS = 2.0, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class LossBin:
-    """The losses of some tokens of a text."""
+    """Losses of some tokens of a text."""
 
     start: int
     stop: int
@@ -34,7 +34,7 @@ class LossBin:
 
 @dataclass(frozen=True, kw_only=True)
 class LossRow:
-    """The loss of one text. ``cells`` writes it as plain values, ``of_cells`` reads it again."""
+    """Loss of one text. ``cells`` converts it to plain values, ``of_cells`` reads them back."""
 
     task: str
     length: int
@@ -49,19 +49,19 @@ class LossRow:
     by_distance: tuple[LossBin, ...] = ()
 
     def cells(self) -> dict[str, Any]:
-        """Column by column."""
+        """Return the values by column."""
         return asdict(self)
 
     @classmethod
     def of_cells(cls, cells: dict[str, Any]) -> LossRow:
-        """The row that was written so."""
+        """Return the row with these cells."""
         bins = {name: tuple(LossBin(**part) for part in cells[name]) for name in ("by_position", "by_distance")}
         return cls(**{**cells, **bins})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossEstimate:
-    """A mean loss over the tokens of several texts, with an interval of 95 %."""
+    """Mean loss over the tokens of several texts, with a 95 % interval."""
 
     loss: float
     low: float | None
@@ -72,14 +72,14 @@ class LossEstimate:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss."""
+        """e to the power of the loss."""
         if self.loss > 700:
             return math.inf
         return math.exp(self.loss)
 
 
 def text_row(task: str, length: int, index: int, document: str, ids: Sequence[int], nll: np.ndarray) -> LossRow:
-    """The row of a text: every token counts."""
+    """Return the row of a text, with every token counting."""
     return LossRow(
         task=task,
         length=length,
@@ -94,7 +94,7 @@ def text_row(task: str, length: int, index: int, document: str, ids: Sequence[in
 
 
 def key_row(task: str, length: int, index: int, document: str, nll_full: np.ndarray, nll_near: np.ndarray) -> LossRow:
-    """LongPPL's row of a text: the key tokens count. Both losses are those of the same tokens."""
+    """Return LongPPL's row of a text, with only key tokens counting. Both losses are those of the same tokens."""
     is_key = key_tokens(nll_full, nll_near)
     return LossRow(
         task=task,
@@ -108,21 +108,21 @@ def key_row(task: str, length: int, index: int, document: str, nll_full: np.ndar
 
 
 def key_tokens(nll_full: np.ndarray, nll_near: np.ndarray) -> np.ndarray:
-    """LongPPL's rule: far context gains more than 2 nats, and with it the loss is below 2. Both are strict."""
+    """Return LongPPL's key tokens: far context gains over 2 nats, and the loss with it is below 2. Both are strict."""
     return (nll_near - nll_full > KEY_GAIN) & (nll_full < KEY_LOSS)
 
 
 def near_windows(num_tokens: int, *, truncation: int, window: int) -> list[tuple[int, int]]:
-    """(start, stop) of each read with near context; its tokens from ``start + truncation`` on are compared.
+    """Return (start, stop) of each read with near context; its tokens from ``start + truncation`` on are compared.
 
-    As LongPPL cuts them: the last window is as long as the text allows.
+    As in LongPPL, the last window is as long as the text allows.
     """
     starts = range(0, num_tokens - truncation, window)
     return [(start, min(start + truncation + window, num_tokens)) for start in starts]
 
 
 def pair_distances(ids: Sequence[int]) -> np.ndarray:
-    """For each token after the first, how far back it last followed the same token; 0 where it never did."""
+    """Return, for each token after the first, the distance to the previous occurrence of its pair; 0 if none."""
     last: dict[tuple[int, int], int] = {}
     distances = np.zeros(max(0, len(ids) - 1), dtype=np.int64)
     for at in range(1, len(ids)):
@@ -134,9 +134,9 @@ def pair_distances(ids: Sequence[int]) -> np.ndarray:
 
 
 def loss_over_texts(parts: Sequence[tuple[float, int]]) -> LossEstimate | None:
-    """The token-weighted loss of (sum, count) of each text; None where no token counts.
+    """Return the token-weighted loss over (sum, count) of each text; None if no token counts.
 
-    The interval is a bootstrap's over texts: tokens of one text are no independent samples.
+    The interval is a bootstrap over texts: tokens of one text are not independent samples.
     """
     sums = np.array([nll for nll, _ in parts], dtype=np.float64)
     counts = np.array([count for _, count in parts], dtype=np.float64)
@@ -147,7 +147,7 @@ def loss_over_texts(parts: Sequence[tuple[float, int]]) -> LossEstimate | None:
     if (counts > 0).sum() > 1:
         drawn = np.random.default_rng(0).multinomial(len(parts), np.full(len(parts), 1 / len(parts)), size=RESAMPLES)
         totals = drawn @ counts
-        # A resample may hold none of the texts that have such tokens.
+        # A resample may contain none of the texts that have such tokens.
         means = (drawn @ sums)[totals > 0] / totals[totals > 0]
         low, high = (float(value) for value in np.percentile(means, [2.5, 97.5]))
         low, high = min(low, loss), max(high, loss)
@@ -155,13 +155,13 @@ def loss_over_texts(parts: Sequence[tuple[float, int]]) -> LossEstimate | None:
 
 
 def loss_by_bin(rows: Iterable[LossRow], kind: str) -> list[tuple[int, int, LossEstimate]]:
-    """(start, stop, loss) of each bin of ``by_position`` or ``by_distance`` over all rows, ascending."""
+    """Return (start, stop, loss) of each bin of ``by_position`` or ``by_distance`` over all rows, ascending."""
     parts: dict[int, list[tuple[float, int]]] = {}
     stops: dict[int, int] = {}
     for row in rows:
         for part in getattr(row, kind):
             parts.setdefault(part.start, []).append((part.nll, part.count))
-            # Of texts of several lengths the last bin reaches as far as the longest.
+            # For texts of several lengths, the last bin reaches as far as the longest.
             stops[part.start] = max(part.stop, stops.get(part.start, 0))
     found = []
     for start in sorted(parts):
@@ -172,7 +172,7 @@ def loss_by_bin(rows: Iterable[LossRow], kind: str) -> list[tuple[int, int, Loss
 
 
 def _binned(values: np.ndarray, nll: np.ndarray) -> tuple[LossBin, ...]:
-    """Sums and counts in bins that begin at 0, 1, 2, 4, 8, …; bins without tokens are left out."""
+    """Return sums and counts in bins that begin at 0, 1, 2, 4, 8, …; bins without tokens are left out."""
     if not len(values):
         return ()
     edges = np.array([0] + [2**n for n in range(int(values.max()).bit_length())])

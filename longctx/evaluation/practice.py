@@ -1,7 +1,7 @@
-"""Documents to learn recall from: codes hidden in plain sentences, and questions for them at the end.
+"""Training documents for recall: codes hidden in plain sentences, and questions about them at the end.
 
-They read as the prompts of ``longctx/evaluation/tasks/niah.py``, answers included. Keys, codes and sentences are drawn
-from seeds of their own, so no prompt of an evaluation is among them.
+They read like the prompts of ``longctx/evaluation/tasks/niah.py``, answers included. Keys, codes and sentences are
+drawn from separate seeds, so no prompt of an evaluation is among them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Practice:
-    """What the documents hold."""
+    """Options of the documents."""
 
     words: Range
     """Words of plain sentences in a document."""
@@ -55,15 +55,15 @@ class Practice:
                 raise ConfigError(f"{name}={low} {high}: give the fewest, at least {least}, and then the most.")
         if self.kind not in KINDS:
             raise ConfigError(f"kind={self.kind!r} is unknown. Try one of {list(KINDS)}.")
-        # There are a few thousand keys, and those of a document differ.
+        # There are a few thousand keys, and those of a document are distinct.
         if self.pairs[1] > MOST_PAIRS:
             raise ConfigError(f"pairs={self.pairs[0]} {self.pairs[1]}: a document takes at most {MOST_PAIRS} pairs.")
-        # A document of nothing would be one token.
+        # An empty document would be one token.
         if not self.words[0] and not self.pairs[0]:
             raise ConfigError("words and pairs may both be 0, and a document would be empty. Raise one of them.")
 
     def document(self, index: int) -> str:
-        """Document number ``index``: the same whichever others are made."""
+        """Return document number ``index``, independent of the other documents made."""
         context, asked = self._drawn(index)
         if not asked:
             return context
@@ -71,7 +71,7 @@ class Practice:
         return f"{INTRODUCTION}{context}{''.join(questions)}"
 
     def conversation(self, index: int) -> list[dict[str, str]]:
-        """The same as messages: the text with the first question, the answer, and then the other questions."""
+        """Return the document as messages: the text with the first question, the answer, then the other questions."""
         context, asked = self._drawn(index)
         if not asked:
             raise ConfigError("pairs and questions may be 0: a conversation asks something. Raise both to 1 or more.")
@@ -85,7 +85,7 @@ class Practice:
         return messages
 
     def _drawn(self, index: int) -> tuple[str, list[tuple[str, str]]]:
-        """Return the text, and the pairs that are asked for."""
+        """Return the text, and the pairs in its questions."""
         random = Random(f"{self.seed}/practice/{self.kind}/{index}")
         sentences = _sentences(random, _between(random, self.words))
         num_pairs = _between(random, self.pairs)
@@ -107,15 +107,15 @@ def _between(random: Random, bounds: Range) -> int:
 
 
 def _depth(random: Random) -> float:
-    """Where a pair stands, from 0 (the beginning of the text) to 1: each end comes up about once in nine.
+    """Return the depth of a pair, from 0 (the beginning of the text) to 1; each end has a probability near 1/9.
 
-    An evaluation asks for both ends as often as for the depths between them. An even draw would hardly ever hit them.
+    An evaluation asks for both ends as often as for the depths between them. A uniform draw would hardly ever hit them.
     """
     return min(max(random.uniform(-0.15, 1.15), 0.0), 1.0)
 
 
 def _sentences(random: Random, num_words: int) -> list[str]:
-    """Sentences of about so many words: the last one ends where they are reached."""
+    """Return sentences with at least ``num_words`` words in total: the last one may exceed that."""
     sentences: list[str] = []
     while num_words > 0:
         parts = [random.choice(phrases) for phrases in _PARTS]

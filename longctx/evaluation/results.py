@@ -1,4 +1,4 @@
-"""Scores as rows, one a sample, and what is said of many: means by length and depth, and one number over lengths."""
+"""Scores as rows, one per sample, and their summaries: means by length and depth, and one number over lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longctx.evaluation.task import Sample, Task
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRow:
-    """One sample's score. ``columns`` and ``cells`` write it as a line of a table."""
+    """Score of one sample. ``columns`` and ``cells`` convert it to a line of a table."""
 
     task: str
     length: int
@@ -32,7 +32,7 @@ class ScoreRow:
 
     @classmethod
     def of(cls, task: Task, sample: Sample, output: str) -> ScoreRow:
-        """The row of an output."""
+        """Return the row of an output."""
         return cls(
             task=sample.task,
             length=sample.length,
@@ -46,17 +46,17 @@ class ScoreRow:
 
     @classmethod
     def columns(cls) -> list[str]:
-        """Names of the columns."""
+        """Return the names of the columns."""
         return [column.name for column in fields(cls)]
 
     def cells(self) -> dict[str, Any]:
-        """Column by column; the answers are a list, as JSON has it."""
+        """Return the values by column; the answers become a list, as in JSON."""
         return {**asdict(self), "answers": list(self.answers)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """The mean of all scores with the same task, length and, in a heat map, depth."""
+    """Mean of all scores with the same task, length and, in a heat map, depth."""
 
     task: str
     length: int
@@ -65,18 +65,18 @@ class Cell:
 
 
 def by_length(rows: Iterable[ScoreRow]) -> list[Cell]:
-    """Return a cell for each task and length, in the order of the rows' tasks and of ascending lengths."""
+    """Return a cell for each task and length, in the rows' order of tasks and by ascending length."""
     return _cells(((row.task, row.length, None), row.score) for row in rows)
 
 
 def by_depth(rows: Iterable[ScoreRow]) -> list[Cell]:
     """Return a cell for each task, length and depth; rows of tasks without depth are left out."""
-    # A task without depth has no cell in a heat map, not one at depth 0.
+    # A task without depth has no cell in a heat map, instead of one at depth 0.
     return _cells(((row.task, row.length, row.depth), row.score) for row in rows if row.depth is not None)
 
 
 def _cells(scores: Iterable[tuple[tuple[str, int, float | None], float]]) -> list[Cell]:
-    """Return a cell for each task, length and depth of the scores: tasks as they come, the others ascending."""
+    """Return a cell for each task, length and depth of the scores: tasks as they appear, the others ascending."""
     groups: dict[tuple[str, int, float | None], list[float]] = {}
     for key, score in scores:
         groups.setdefault(key, []).append(score)
@@ -88,10 +88,10 @@ def _cells(scores: Iterable[tuple[tuple[str, int, float | None], float]]) -> lis
 
 
 def area_over_lengths(cells: Sequence[Cell]) -> Estimate:
-    """One number for a task: the area under its score over the logarithm of the length, divided by the range.
+    """Return one number for a task: the area under its score over the logarithm of the length, divided by the range.
 
-    Scores between two lengths lie on a straight line over the logarithm, so that each doubling counts the same. Of one
-    length it is the score itself.
+    Scores between two lengths are interpolated linearly over the logarithm, so that each doubling counts the same. For
+    one length it is the score itself.
     """
     lengths = [cell.length for cell in cells]
     if not cells or len({cell.task for cell in cells}) != 1 or lengths != sorted(set(lengths)):
@@ -111,14 +111,14 @@ def area_over_lengths(cells: Sequence[Cell]) -> Estimate:
 
 
 def areas(rows: Iterable[ScoreRow]) -> dict[str, Estimate]:
-    """The area of each task."""
+    """Return the area of each task."""
     return {task: area_over_lengths(list(cells)) for task, cells in groupby(by_length(rows), key=attrgetter("task"))}
 
 
 def overall(rows: Iterable[ScoreRow]) -> Estimate:
-    """One number for a model: the mean of its tasks' areas, each task counting the same."""
+    """Return one number for a model: the mean of its tasks' areas, with equal weights."""
     of_tasks = areas(rows)
     if not of_tasks:
         raise DataError("No sample was scored, so there is no number for the model.")
-    # By task and not by sample: a task with more samples says no more about the model.
+    # By task and not by sample: a task with more samples does not say more about the model.
     return weighted_sum([(1 / len(of_tasks), area) for area in of_tasks.values()])

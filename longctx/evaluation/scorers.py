@@ -1,6 +1,7 @@
-"""Rules by which an output is compared with the references. Each gives 0 to 1.
+"""Rules that compare an output with the references. Each gives 0 to 1.
 
-``contains_all`` and ``contains_any`` are NVIDIA's rules for RULER, of one output: of QA the second one, else the first.
+``contains_all`` and ``contains_any`` are NVIDIA's rules for RULER, for one output: the second for QA, otherwise the
+first.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def begins_with(output: str, references: Sequence[str]) -> float:
-    """1 if the output begins with a reference as a whole word or number, spaces and quotation marks apart.
+    """Return 1 if the output begins with a reference as a full word or number, ignoring spaces and quotation marks.
 
-    What greedy decoding writes scores 1 where every token of the target is the most likely one, so that one
-    teacher-forced pass measures the same.
+    A greedily decoded output scores 1 if every token of the target is the most likely one, so one teacher-forced pass
+    measures the same.
     """
-    # A model may put an answer in quotation marks; what stands inside is what is asked for.
+    # A model may put an answer in quotation marks; the text inside is the answer.
     written = output.lstrip(" \t\r\n\"'`")
     for reference in references:
         if written.startswith(reference) and not _CONTINUES.match(written, len(reference)):
@@ -30,25 +31,25 @@ def begins_with(output: str, references: Sequence[str]) -> float:
 
 
 def contains_all(output: str, references: Sequence[str]) -> float:
-    """The share of references that stand somewhere in the output, whatever their case."""
+    """Return the share of references that occur in the output, ignoring case."""
     return sum(_contains(output, reference) for reference in references) / len(references)
 
 
 def contains_any(output: str, references: Sequence[str]) -> float:
-    """1 if a reference stands somewhere in the output, whatever its case."""
+    """Return 1 if a reference occurs in the output, ignoring case."""
     return max(_contains(output, reference) for reference in references)
 
 
 def clean_output(output: str) -> str:
-    """The output as NVIDIA's scripts score it: control characters are new lines, white space at the ends is gone."""
+    """Return the output as NVIDIA's scripts score it: control characters become new lines, the ends are stripped."""
     return _CONTROL.sub("\n", output.strip()).strip()
 
 
 def set_f1(output: str, references: Sequence[str]) -> float:
-    """F1 of the set that the output lists: harmonic mean of precision and recall.
+    """Return F1 of the set listed in the output: harmonic mean of precision and recall.
 
-    The list is what the first pair of brackets holds, or the first line; commas and spaces separate its items. Of two
-    empty sets it is 1.
+    The list is the content of the first pair of brackets, or the first line; commas and spaces separate its items. For
+    two empty sets it is 1.
     """
     wanted = set(references)
     listed = _items(output)
@@ -59,13 +60,13 @@ def set_f1(output: str, references: Sequence[str]) -> float:
 
 
 def repeated_after_code(output: str, references: Sequence[str]) -> float:
-    """MRCR's rule: how similar the text is to the wanted one; 0 for an output that does not begin with the code.
+    """Return MRCR's score: the similarity of the text to the wanted one; 0 if the output does not begin with the code.
 
-    ``references`` are code and text together, then the code. Similar is ``difflib.SequenceMatcher.ratio``.
+    ``references`` are code and text together, then the code. Similarity is ``difflib.SequenceMatcher.ratio``.
     """
     wanted, code = references
     written = output.lstrip()
-    # The code shows that the model answers the last request, and does not just go on with the text.
+    # The code shows that the model answers the last request, instead of just continuing the text.
     if not written.startswith(code):
         return 0.0
     return SequenceMatcher(None, written[len(code) :].strip(), wanted[len(code) :].strip()).ratio()
@@ -76,12 +77,12 @@ def _contains(output: str, reference: str) -> float:
 
 
 def _items(output: str) -> set[str]:
-    """The items of the list that an output gives."""
+    """Return the items of the list in an output."""
     text = output.strip()
     brackets = _BRACKETS.search(text)
     if brackets:
         text = brackets[1]
     else:
-        # An answer that was cut off has no closing bracket.
+        # A truncated answer has no closing bracket.
         text = text.split("\n", 1)[0].lstrip("[")
     return {item for item in re.split(r"[,\s]+", text) if item}

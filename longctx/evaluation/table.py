@@ -1,4 +1,4 @@
-"""Every task by its name, and the groups that ``--tasks`` knows besides. A new task is a new entry here."""
+"""All tasks by name, and the groups that ``--tasks`` accepts besides. A new task is a new entry here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLEST_TEXT = 16
 
 
 def _needles(name: str, measures: str, answer_tokens: int, needles: Needles) -> FittedTask:
-    """Return a task of needles: a single answer is asked for by depth, of several each counts."""
+    """Return a task of needles: a single answer is placed by depth; of several, each counts."""
     is_single = needles.num_answers == 1
     rule = contains_all
     if is_single:
@@ -167,10 +167,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def find_tasks(names: Sequence[str]) -> list[Task]:
-    """The tasks of names and groups, each once; ConfigError for a name that is neither, with the nearest one."""
+    """Return the tasks of names and groups, each once; raise ConfigError, with the nearest name, for an unknown one."""
     found: dict[str, Task] = {}
     for asked in names:
-        # Before any prompt is made: a wrong name at the end of a list costs nothing.
+        # Before any prompt is made: a wrong name at the end of a list is found at once.
         if asked not in TASKS and asked not in GROUPS:
             nearest = get_close_matches(asked, TASKS | GROUPS, n=1, cutoff=0.5)
             advice = "".join(f"Did you mean {name}? " for name in nearest)
@@ -178,7 +178,7 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
                 f"task {asked!r} is unknown. {advice}Tasks: {', '.join(TASKS)}. Groups: {', '.join(GROUPS)}."
             )
         for task in GROUPS.get(asked, (asked,)):
-            # A task that is named twice, or by two groups, is run once.
+            # A task that is named twice, or by two groups, runs once.
             found[task] = TASKS[task]
     if not found:
         raise ConfigError(f"No task is named. There are: {', '.join(TASKS | GROUPS)}.")
@@ -186,7 +186,7 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
 
 
 def task_lines() -> Iterator[str]:
-    """A line for each task: name, what it measures, what fills its prompt, tokens of its answer."""
+    """Yield a line for each task: name, measure, filler of its prompt, tokens of its answer."""
     width = max(map(len, TASKS))
     for task in TASKS.values():
         budget = f"filled with {task.prompt_budget}, {task.answer_tokens} tokens for the answer"

@@ -1,6 +1,6 @@
-"""What a task of evaluation is: samples that are made from a seed, and a score for a model's output.
+"""Evaluation tasks: samples made from a seed, and a score for a model's output.
 
-Nothing here runs a model. ``Task.samples`` gives prompts and the answers; ``Task.score`` reads what a model wrote.
+Nothing here runs a model. ``Task.samples`` gives prompts and the answers; ``Task.score`` scores a model's text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEED = 42
 
 @dataclass(frozen=True, kw_only=True)
 class RulerFiles:
-    """Files of RULER that no package carries; the user supplies them."""
+    """Files of RULER that no package includes; the user supplies them."""
 
     squad: Path | None = None
     """``squad.json`` for ``ruler_qa_1``: SQuAD 2.0's development set."""
@@ -34,7 +34,7 @@ class RulerFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What samples depend on beside the task, the length and their index."""
+    """Inputs of samples besides the task, the length and the index."""
 
     tokenizer: Tokenizer
     seed: int = SEED
@@ -56,7 +56,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A prompt, and what a right model writes after it."""
+    """Prompt, and its correct continuation."""
 
     task: str
     length: int
@@ -83,7 +83,7 @@ Score = Callable[[str, Sequence[str]], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """A named measure: it makes samples and scores outputs."""
+    """Named measure that makes samples and scores outputs."""
 
     name: str
     """What ``--tasks`` and tables call it."""
@@ -104,15 +104,15 @@ class Task(ABC):
 
     @abstractmethod
     def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
-        """Yield samples ``start`` to ``count``; each depends on setting, task, length and index alone."""
+        """Yield samples ``start`` to ``count``; each depends only on setting, task, length and index."""
 
     def score(self, output: str, sample: Sample) -> float:
-        """Return the score of what a model wrote, 0 to 1."""
+        """Return the score of a model's output, 0 to 1."""
         return self.rule(output, sample.answers)
 
 
 def tokens_for_answer(task: Task, setting: Setting) -> int:
-    """Tokens that a prompt leaves for the answer."""
+    """Return the number of tokens that a prompt leaves for the answer."""
     # RULER's numbers suit its tokenizers; one with small pieces needs more for the same answer.
     if setting.answer_tokens is not None:
         return setting.answer_tokens
@@ -120,7 +120,7 @@ def tokens_for_answer(task: Task, setting: Setting) -> int:
 
 
 def required_haystack(task: Task, setting: Setting) -> Haystack:
-    """The haystack of a task that needs one; ConfigError where none was given."""
+    """Return the haystack of a task that needs one; raise ConfigError if none was given."""
     if setting.haystack is None:
         raise ConfigError(
             f"task {task.name} hides its needles in a text, and no haystack was given. "
@@ -130,7 +130,7 @@ def required_haystack(task: Task, setting: Setting) -> Haystack:
 
 
 def too_short(task: str, length: int, *, prompt: int, answer: int) -> ConfigError:
-    """The error of a length that does not hold the shortest prompt and its answer, of so many tokens."""
+    """Return the error for a length that does not hold the shortest prompt and its answer."""
     # Another length draws other names and numbers: a quarter more holds the longest of those.
     least = (prompt + answer) * 5 // 4
     return ConfigError(
@@ -140,8 +140,8 @@ def too_short(task: str, length: int, *, prompt: int, answer: int) -> ConfigErro
 
 
 def check_target(sample: Sample, tokenizer: Tokenizer) -> None:
-    """DataError where the right answer is longer than what the prompt leaves for it."""
-    # By itself, without the prompt: encoding a million tokens again would not change it by more than one.
+    """Raise DataError if the correct answer is longer than the tokens left for it."""
+    # Without the prompt: encoding a million tokens again would change the count by at most one.
     needed = len(tokenizer.encode(sample.target))
     if needed > sample.answer_tokens:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Random values that no text holds by chance: numbers, word pairs, UUIDs, names."""
+"""Random values that do not occur in texts by chance: numbers, word pairs, UUIDs, names."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "
 
 
 def number(random: Random) -> str:
-    """Seven digits."""
+    """Return seven digits."""
     return str(random.randint(1_000_000, 9_999_999))
 
 
 def word(random: Random) -> str:
-    """An adjective and a noun, joined by a hyphen."""
+    """Return an adjective and a noun, joined by a hyphen."""
     return f"{random.choice(ADJECTIVES)}-{random.choice(NOUNS)}"
 
 
 def uuid4(random: Random) -> str:
-    """A UUID of version 4."""
+    """Return a UUID of version 4."""
     return str(uuid.UUID(int=random.getrandbits(128), version=4))
 
 
 def telephone(random: Random) -> str:
-    """Ten digits, written as 555-014-2237."""
+    """Return ten digits, formatted as 555-014-2237."""
     return f"{random.randint(200, 999)}-{random.randint(200, 999)}-{random.randint(1000, 9999)}"
 
 
 def nonsense(random: Random, syllables: int) -> str:
-    """A word of no language, of syllables such as ``ta`` and ``vo``."""
+    """Return a nonsense word, of syllables such as ``ta`` and ``vo``."""
     return "".join(random.choices(_SYLLABLES, k=syllables))
 
 
 def name(random: Random) -> str:
-    """A first and a last name of no language."""
+    """Return a nonsense first and last name."""
     return f"{nonsense(random, 2).title()} {nonsense(random, 4).title()}"
 
 
@@ -71,10 +71,10 @@ DRAWS = 50
 
 
 def distinct(random: Random, draw: Callable[[Random], str], count: int) -> list[str]:
-    """``count`` different values; of two counts the shorter list begins the longer one."""
-    # A dictionary is an ordered set here: the order of draws is the order of the list.
+    """Return ``count`` distinct values; a smaller count gives a prefix of the list."""
+    # A dictionary serves as an ordered set: the order of draws is the order of the list.
     drawn: dict[str, None] = {}
-    # All of n values are drawn after about n ln n draws; of fewer values than asked for never.
+    # Drawing all of n values takes about n ln n draws; if there are fewer values than requested it never ends.
     for _ in range(DRAWS * (count + 1)):
         if len(drawn) >= count:
             break

@@ -1,7 +1,7 @@
-"""BART and Marian: an encoder beside the decoder, LayerNorm after each sum, and one table at all three ends.
+"""BART and Marian: an encoder and a decoder, LayerNorm after each sum, and one table for both embeddings and the head.
 
 BART's positions are learned, from the third row of their table on, and a norm follows the embeddings. Marian's are
-sinusoids, all sines before all cosines; their table is on disk in old files alone.
+sinusoids, all sines before all cosines; only old files contain their table.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ACTIVATIONS = {
 
 
 def _scaled_embeddings() -> Rule:
-    """Whether embeddings are multiplied by the root of the model's width."""
+    """Return the rule for multiplying embeddings by the square root of the model width."""
     key = "scale_embedding"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _scaled_embeddings() -> Rule:
 
 
 def _one_table() -> Rule:
-    """ConfigError unless encoder and decoder have one vocabulary, and one table of it (Marian)."""
+    """Return the rule that raises ConfigError unless encoder and decoder share one vocabulary and table (Marian)."""
     key, size = "share_encoder_decoder_embeddings", "decoder_vocab_size"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -88,7 +88,7 @@ _COMMON = (
     constant(qkv_bias=True, o_bias=True, ffn_bias=True, head_bias=True, tie_embeddings=True),
     same("vocab_size", "vocab_size"),
     same("d_model", "hidden_size"),
-    # The name that transformers has in every family means the encoder's here.
+    # The name that transformers uses in every family is the number of encoder layers here.
     same("encoder_layers", "encoder_layers", also=("num_hidden_layers",), least=1),
     same("decoder_layers", "num_layers"),
     of_both_stacks("encoder_attention_heads", "decoder_attention_heads", "num_heads"),
@@ -107,10 +107,10 @@ _COMMON = (
     only("tie_word_embeddings", True),
     only("is_encoder_decoder", True),
     only("is_decoder", False, written=False),
-    # transformers 5 takes the side of every mask from it.
+    # transformers 5 derives the direction of every mask from it.
     only("is_causal", None, written=False),
     only("per_layer_config", None, written=False),
-    # Of releases before 2021, which had other models under these names.
+    # From releases before 2021, which had other models under these names.
     only("normalize_before", False, written=False),
     only("add_final_layer_norm", False, written=False),
 )
@@ -125,7 +125,7 @@ _OF_MARIAN = (
     only("normalize_embedding", False, written=False),
     only("static_position_embeddings", True, written=False),
 )
-# Of classifiers, and of releases before 2021.
+# From classifiers, and from releases before 2021.
 _IGNORED = frozenset(TARGET_ID_KEYS) | {
     "classifier_dropout",
     "classif_dropout",
@@ -139,7 +139,7 @@ _IGNORED = frozenset(TARGET_ID_KEYS) | {
 
 
 def _of_stack(block: str, theirs: str) -> dict[str, str]:
-    """A stack's projections and norms by our names; each has a weight and a bias."""
+    """Return the names on disk of a stack's projections and norms by our names; each has a weight and a bias."""
     attentions = {"self_attn": "self_attn"}
     norms = {"post_attention_layernorm": "self_attn_layer_norm", "post_feedforward_layernorm": "final_layer_norm"}
     if block == BLOCK:
@@ -153,12 +153,12 @@ def _of_stack(block: str, theirs: str) -> dict[str, str]:
 
 
 def _named(ours: str, theirs: str) -> TensorRule:
-    """Under the name in the whole model, and as the model without a head has it."""
+    """Return the rule for a name in the full model, or in the model without a head."""
     return tensor(ours, f"model.{theirs}", theirs)
 
 
 def _tensors() -> tuple[TensorRule, ...]:
-    """The tensors of either family."""
+    """Return the tensor rules of both families."""
     both = _of_stack(BLOCK, "decoder") | _of_stack(ENCODER_BLOCK, "encoder")
     both |= {"model.embed_norm": "decoder.layernorm_embedding", "encoder.embed_norm": "encoder.layernorm_embedding"}
     rules = [
@@ -167,7 +167,7 @@ def _tensors() -> tuple[TensorRule, ...]:
     rules.append(_named("model.embed_tokens.weight", "shared.weight"))
     rules.append(_named("model.embed_positions.weight", "decoder.embed_positions.weight"))
     rules.append(_named("encoder.embed_positions.weight", "encoder.embed_positions.weight"))
-    # transformers takes it for zero where a file has none.
+    # transformers uses zeros if a file has none.
     bias = OnDisk(names=("final_logits_bias",), steps=("one_row",))
     rules.append(TensorRule(parameters=("lm_head.bias",), layouts=(bias, OnDisk(names=()))))
     return tuple(rules)
@@ -182,7 +182,7 @@ _COPIES = {
 BART = Family(
     model_type="bart",
     architecture="BartForConditionalGeneration",
-    # What is published as bart-base and bart-large: without a head, which is the table.
+    # The published bart-base and bart-large: without a head, because it is the embedding table.
     other_architectures=("BartModel",),
     rules=_COMMON + _OF_BART,
     tensors=_tensors(),

@@ -1,8 +1,8 @@
-"""BERT, RoBERTa and ALBERT with the heads that they are pretrained with: both sides, learned positions, LayerNorm after
-each sum. ``ForPreTraining`` has a pair head beside the masked-LM head.
+"""BERT, RoBERTa and ALBERT with their pretraining heads: bidirectional, learned positions, LayerNorm after each sum.
 
-RoBERTa's positions begin at row ``pad_token_id`` + 1 of the table, and all of its tokens are of one segment. ALBERT's
-layers are one block, and its tables are narrower than the model.
+``ForPreTraining`` has a pair head besides the masked-LM head. RoBERTa's positions begin at row ``pad_token_id`` + 1 of
+the table, and all of its tokens belong to one segment. ALBERT's layers are one block, and its tables are narrower than
+the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _dropout(usual: float) -> tuple[Rule, ...]:
 
 
 def _pair_head(kind: str, architecture: str) -> Rule:
-    """The pair head is told by the class that the folder was saved from."""
+    """Return the rule for the pair head, which is identified by the class that saved the folder."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         return {"pair_head": kind if hf.get("architectures") == [architecture] else "none"}
@@ -49,7 +49,7 @@ def _pair_head(kind: str, architecture: str) -> Rule:
 
 
 def _offset_positions() -> Rule:
-    """Positions begin behind the padding id's row, and the rows before them are counted (RoBERTa)."""
+    """Return the rule for positions that begin after the padding id's row, with earlier rows counted (RoBERTa)."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         offset, rows = integer(hf, "pad_token_id", 1) + 1, integer(hf, "max_position_embeddings", 512)
@@ -82,13 +82,13 @@ _COMMON = (
     same("type_vocab_size", "segments", default=2, least=1),
     same("layer_norm_eps", "norm_eps", default=1e-12),
     same("initializer_range", "init_std", default=0.02),
-    # Untied, the head has a second bias, which nothing reads.
+    # If untied, the head has a second bias that is not used.
     only("tie_word_embeddings", True),
     divided_head_dim(),
     all_heads(),
     only("position_embedding_type", "absolute", written=False),
     only("is_decoder", False, written=False),
-    # transformers 5 takes the side of the mask from it.
+    # transformers 5 derives the direction of the mask from it.
     only("is_causal", None, False, written=False),
     only("add_cross_attention", False, written=False),
 )
@@ -96,7 +96,7 @@ _OF_OTHER_HEADS = frozenset({"classifier_dropout", "gradient_checkpointing", "po
 
 
 def _tensors(front: str, layers: Mapping[str, str], norms: Mapping[str, str], bias: str) -> tuple[TensorRule, ...]:
-    """The tables under ``front``, weights and biases of layers and of norms by our names, and the head's bias."""
+    """Return the rules for the tables under ``front``, weights and biases of layers and norms, and the head's bias."""
     rules = [
         tensor("model.embed_tokens.weight", f"{front}.word_embeddings.weight"),
         tensor("model.embed_positions.weight", f"{front}.position_embeddings.weight"),
@@ -106,7 +106,7 @@ def _tensors(front: str, layers: Mapping[str, str], norms: Mapping[str, str], bi
     for ours, theirs in layers.items():
         rules += [tensor(f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias")]
     for ours, theirs in ({"model.embed_norm": f"{front}.LayerNorm"} | dict(norms)).items():
-        # Files of TensorFlow's time have gamma and beta.
+        # Old TensorFlow files use gamma and beta.
         rules.append(tensor(f"{ours}.weight", f"{theirs}.weight", f"{theirs}.gamma"))
         rules.append(tensor(f"{ours}.bias", f"{theirs}.bias", f"{theirs}.beta"))
     return tuple(rules)
@@ -121,7 +121,7 @@ _DENSE, _NORM = "lm_head.transform.dense", "lm_head.transform.norm"
 
 
 def _of_pairs(dense: str, out: str) -> tuple[TensorRule, ...]:
-    """The pair head's two matrices."""
+    """Return the rules for the pair head's two layers, weights and biases."""
     named = {"pair_head.dense": dense, "pair_head.out": out}
     return tuple(tensor(f"{a}.{part}", f"{b}.{part}") for a, b in named.items() for part in ("weight", "bias"))
 
@@ -162,7 +162,7 @@ def _of_albert() -> tuple[TensorRule, ...]:
 
 
 def _one_group() -> tuple[Rule, ...]:
-    """One block, used in all layers."""
+    """Return the rules for one block that is used in all layers."""
     return (
         constant(shared_layers=True),
         translated("hidden_act", "activation", _ACTIVATIONS, default="gelu_new"),
@@ -180,7 +180,7 @@ _BERT = (
     same("max_position_embeddings", "max_positions", default=512),
     _pair_head("nsp", "BertForPreTraining"),
 )
-# Its head has this activation whatever the layers have.
+# Its head has this activation for any activation of the layers.
 _ROBERTA = (translated("hidden_act", "activation", {"gelu": "gelu"}, default="gelu"), _offset_positions())
 
 BERT = Family(

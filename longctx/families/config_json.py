@@ -1,4 +1,4 @@
-"""Read a config.json as ModelFields, write it, and find the family of a ModelFields."""
+"""Conversion between config.json and ModelFields, and the search for the family of a ModelFields."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _NOT_AT_ALL = "all of it"
 
 
 def config_from_hf(config: dict[str, Any], *, mtp: bool = False) -> dict[str, Any]:
-    """The fields of ModelConfig, by name, that a Hugging Face config.json describes.
+    """Return the fields of ModelConfig, by name, that a Hugging Face config.json describes.
 
-    Of a model of several parts it is the text model's. Blocks for multi-token prediction are the decoder's with ``mtp``
-    alone. ConfigError where it asks for anything this decoder does not do:
-    it names the key, the value and what is supported.
+    For a model of several parts they are the text model's. Blocks for multi-token prediction belong to the decoder only
+    with ``mtp``. Raise ConfigError if the config needs anything that this decoder does not support; the message names
+    the key, the value and the supported ones.
     """
     config = unwrapped(config)
     family = _family_named(config.get("model_type"))
@@ -37,12 +37,12 @@ def config_from_hf(config: dict[str, Any], *, mtp: bool = False) -> dict[str, An
         raise ConfigError(
             f"architectures={shown(named)} is not supported; {family.model_type} means {family.architecture}."
         )
-    # Refused if no such weights can be read; the network is the same.
+    # Refused if such weights cannot be read; the network is the same.
     quantization_of(config)
     values: dict[str, Any] = {}
     for rule in family.rules:
         values |= rule.read(config)
-    # A key that nobody reads may be one that changes the model: it is refused, never passed over.
+    # An unknown key may change the model: it is refused, never ignored.
     known = _known_keys(family).union(QUANTIZATION_KEYS)
     unknown = sorted(key for key in set(config) - known if not is_leftover(key, config[key]))
     if unknown:
@@ -59,13 +59,13 @@ def config_from_hf(config: dict[str, Any], *, mtp: bool = False) -> dict[str, An
 
 
 def passed_over(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a config.json, with their values, that other tools left and no network reads."""
+    """Return the keys of a config.json, with their values, that other tools left and that do not affect the network."""
     config = unwrapped(config)
     return leftover_keys(config, _known_keys(_family_named(config.get("model_type"))))
 
 
 def auto_class(config: dict[str, Any]) -> str:
-    """Return the class of transformers that loads the model of a config.json."""
+    """Return the transformers class that loads the model of a config.json."""
     wrapper = wrapper_of(config)
     if wrapper is not None:
         return wrapper.auto_class
@@ -73,14 +73,14 @@ def auto_class(config: dict[str, Any]) -> str:
 
 
 def _known_keys(family: Family) -> frozenset[str]:
-    """Return every key of config.json that the family's rules read, or that says nothing in any family."""
+    """Return every key of config.json that the family's rules read, or that is irrelevant in every family."""
     return IGNORED_KEYS.union(family.ignored_keys, family.carried_keys, *(rule.keys for rule in family.rules))
 
 
 def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:
-    """A config.json that transformers 4 and 5 read as this model; ConfigError where no family can be it.
+    """Return a config.json that transformers 4 and 5 read as this model; raise ConfigError if no family supports it.
 
-    ``model_type`` and ``own_tokenizer`` choose between several families that can (see ``family_of``). The caller adds
+    ``model_type`` and ``own_tokenizer`` choose between several families that do (see ``family_of``). The caller adds
     dtype and token ids.
     """
     return _written(family_of(config, model_type=model_type, own_tokenizer=own_tokenizer), config)
@@ -88,12 +88,12 @@ def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_toke
 
 @lru_cache(maxsize=256)
 def family_of(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> Family:
-    """The family whose config.json says all of this config; ConfigError that names what the nearest family loses.
+    """Return the family that can express all of this config; raise ConfigError naming the losses of the nearest family.
 
-    Of several it is ``model_type`` if that is one of them, else the first. ``own_tokenizer`` leaves out families for
-    which transformers would not load the tokenizer that we trained.
+    If there are several, return ``model_type`` if it is one of them, else the first. ``own_tokenizer`` excludes
+    families for which transformers would not load the tokenizer that we trained.
     """
-    # A stable sort: the asked-for family first, the others in the table's order.
+    # A stable sort: the requested family first, the others in the table's order.
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != model_type)
     reasons = {}
     for family in order:
@@ -112,21 +112,21 @@ def family_of(config: ModelFields, *, model_type: str | None = None, own_tokeniz
 
 
 def _distance(lost: dict[str, str]) -> tuple[bool, bool, int]:
-    """How far a family that loses these fields is from the model; smaller is nearer."""
-    # Without experts one field is lost, and all that it decides goes uncounted.
+    """Return the distance from the model to a family that loses these fields; smaller is nearer."""
+    # Without experts only one field is lost, and all that it determines is not counted.
     return _NOT_AT_ALL in lost, "model.num_experts" in lost, len(lost)
 
 
 def lost_fields(family: Family, config: ModelFields) -> dict[str, str]:
-    """Fields that the family's config.json reads back as other values: name -> what they are and would become."""
-    # Written and read back: what comes back differently is what the family cannot say, without a list of it.
+    """Return the fields that the family's config.json reads back differently: name -> original and new value."""
+    # Written and read back: this finds what the family cannot express, without a list of it.
     try:
         back = ModelFields(**config_from_hf(_written(family, config), mtp=True))
         check_model(back)
     except ConfigError as error:
         return {_NOT_AT_ALL: str(error)}
     meant, read = effective(config), effective(back)
-    # A field that only one of them has is decided by another field, which differs too.
+    # A field that only one of them has depends on another field, which differs too.
     return {
         f"model.{name}": f"{meant[name]!r} (it would become {read[name]!r})"
         for name in meant
@@ -135,7 +135,7 @@ def lost_fields(family: Family, config: ModelFields) -> dict[str, str]:
 
 
 def left_behind(config: ModelFields, hf: dict[str, Any]) -> dict[str, Any]:
-    """Settings of training alone that this config.json does not have: name -> value. Defaults are not listed."""
+    """Return training settings that this config.json does not have: name -> value. Defaults are not listed."""
     written = config_from_hf(hf)
     lost: dict[str, Any] = {}
     for name in sorted(names_of_role("training")):
@@ -146,9 +146,9 @@ def left_behind(config: ModelFields, hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def effective(config: ModelFields) -> dict[str, Any]:
-    """The fields that decide which function the weights are, in one form where several forms mean the same.
+    """Return the fields that determine the function of the weights, in a canonical form.
 
-    What training alone reads is left out; ``left_behind`` names it.
+    Fields for training only are left out; ``left_behind`` returns them.
     """
     values = {f.name: getattr(config, f.name) for f in fields(ModelFields) if f.name not in _idle(config)}
     # Layer by layer: ("full", "window") over four layers is the same as naming all four.
@@ -166,7 +166,7 @@ def effective(config: ModelFields) -> dict[str, Any]:
         values["rope_layers"] = tuple(config.has_rope(layer) for layer in every)
         ropes = [config.rope_of(layer) for layer in every if config.has_rope(layer)]
         values["rope"] = [effective_rope(rope, config.rotary_size) for rope in ropes]
-        # One rope for all layers is written once, and a family with one rope can say it.
+        # One rope for all layers is written once, and a family with one rope can express it.
         if all(rope == values["rope"][0] for rope in values["rope"]):
             values["rope"] = values["rope"][:1]
     # A choice among all groups is a choice without groups.
@@ -176,7 +176,7 @@ def effective(config: ModelFields) -> dict[str, Any]:
 
 
 def _idle(config: ModelFields) -> frozenset[str]:
-    """Fields that nothing reads in a model of this config."""
+    """Return the fields that are not used in a model of this config."""
     idle = set(names_of_role("training"))
     if not config.num_experts:
         idle |= names_of_role("experts")
@@ -193,13 +193,13 @@ def _idle(config: ModelFields) -> frozenset[str]:
         idle |= {"relative_buckets", "relative_max_distance"}
     if config.position != "rope":
         idle |= {"rope", "rope_layers"}
-    # ``effective`` has it in each layer's rope.
+    # ``effective`` includes it in each layer's rope.
     idle.add("local_rope_theta")
     return frozenset(idle)
 
 
 def _written(family: Family, config: ModelFields) -> dict[str, Any]:
-    """The family's config.json for this config, whether or not it says all of it."""
+    """Return the family's config.json for this config, even if it cannot express all of it."""
     hf: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
     for rule in family.rules:
         hf |= rule.write(config)
@@ -207,7 +207,7 @@ def _written(family: Family, config: ModelFields) -> dict[str, Any]:
 
 
 def _family_named(model_type: Any) -> Family:
-    """The family of a model_type; ConfigError for one that this decoder cannot be."""
+    """Return the family of a model_type; raise ConfigError if this decoder does not support it."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     supported = sorted({*FAMILIES, *WRAPPERS, *ALIASES})

@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3: latent attention, groups of experts, shared experts, dense first layers.
 
-The blocks for multi-token prediction that follow V3's layers on disk are trained if that is asked for; else they are
+The blocks for multi-token prediction that follow V3's layers on disk are trained if requested; otherwise they are
 carried from import to export.
 
 transformers 4 leaves ``mscale_all_dim`` out of V2's scores; transformers 5, DeepSeek's own code and this decoder do
@@ -38,12 +38,12 @@ MTP = MtpOnDisk(
 
 
 def _head_sizes() -> Rule:
-    """Channels without and with rotary positions; ``head_dim`` and ``qk_head_dim`` follow from them."""
+    """Return the rule for channels without and with rotary positions, which give ``head_dim`` and ``qk_head_dim``."""
     plain, rotary_key = "qk_nope_head_dim", "qk_rope_head_dim"
 
     def read(hf: HfConfig) -> dict[str, Any]:
         rotary_size = integer(hf, rotary_key)
-        # transformers' head_dim is the rotary part, for its rope; ours is the whole head.
+        # transformers' head_dim is the rotary part, for its rope; ours is the full head.
         sizes = {"head_dim": rotary_size, "qk_head_dim": integer(hf, plain) + rotary_size}
         for key in sizes:
             if hf.get(key, sizes[key]) not in (sizes[key], None):
@@ -67,9 +67,10 @@ VALUE_SIZE = Rule(
 
 
 def shared_experts(*keys: str, default: Any = REQUIRED) -> Rule:
-    """Shared experts are one of their width together; at least one, for transformers always has them.
+    """Return the rule for shared experts, merged into one of their total width.
 
-    The first of ``keys`` is written, ``default`` is their number where none of them is there.
+    There is at least one, because transformers always has them. The first of ``keys`` is written; ``default`` is their
+    number if no key is present.
     """
     keys = keys or ("n_shared_experts",)
 
@@ -83,11 +84,11 @@ def shared_experts(*keys: str, default: Any = REQUIRED) -> Rule:
 
 
 def _groups_by_method() -> Rule:
-    """V2: ``topk_method`` says whether groups count."""
+    """Return the rule for V2, in which ``topk_method`` decides whether groups are used."""
     keys = ("topk_method", "n_group", "topk_group")
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        # Greedy files have n_group and topk_group too, and transformers does not look at them then.
+        # Greedy files have n_group and topk_group too, and transformers ignores them then.
         method = hf.get("topk_method", "greedy")
         if method == "greedy":
             return {"expert_groups": 1, "groups_per_token": 1}
@@ -105,7 +106,7 @@ def _groups_by_method() -> Rule:
 
 
 def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
-    """The rules that V2 and V3 share."""
+    """Return the rules shared by V2 and V3."""
     return llama_like(
         kv_heads(default_is_heads=True),
         full_attention(),
@@ -121,7 +122,7 @@ def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
         same("n_routed_experts", "num_experts", also=("num_local_experts", "num_experts"), least=1),
         same("num_experts_per_tok", "experts_per_token"),
         same("aux_loss_alpha", "balance_loss_weight", default=0.001),
-        # The class decides; a file that says something else is of another model.
+        # The class decides; a file with another value belongs to another model.
         constant(score_function=scores),
         only("scoring_func", scores),
         only("moe_layer_freq", 1),
@@ -136,7 +137,7 @@ SHARED_EXPERTS = (
     renamed("mlp.shared_expert.up_proj.weight", "mlp.shared_experts.up_proj.weight"),
     renamed("mlp.shared_expert.down_proj.weight", "mlp.shared_experts.down_proj.weight"),
 )
-# How losses are reported, and over how many ranks DeepSeek's own code spreads experts.
+# Reporting of losses, and the number of ranks over which DeepSeek's own code spreads experts.
 _KEYS = frozenset({"output_router_logits", "seq_aux", "ep_size"})
 
 DEEPSEEK_V2 = Family(
@@ -148,7 +149,7 @@ DEEPSEEK_V2 = Family(
         _groups_by_method(),
         rotary(interleaved=True, scales_scores=True),
         constant(normalize_gates=False),
-        # transformers takes no notice of it, DeepSeek's own code does.
+        # transformers ignores it, DeepSeek's own code does not.
         only("norm_topk_prob", False, None),
         same("routed_scaling_factor", "routed_scale", default=1.0),
     ),

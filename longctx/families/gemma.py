@@ -28,7 +28,7 @@ from longctx.families.spec import Family, HfConfig, Rule
 
 
 def _query_scale() -> Rule:
-    """Scores are divided by the root of ``query_pre_attn_scalar``."""
+    """Return the rule for scores divided by the square root of ``query_pre_attn_scalar``."""
     key = "query_pre_attn_scalar"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -38,20 +38,20 @@ def _query_scale() -> Rule:
         return {"attention_scale": divisor**-0.5}
 
     def write(config: ModelFields) -> dict[str, Any]:
-        # A whole number in transformers: of a scale that is none, another one comes back, and the loss is found.
+        # An integer in transformers: any other scale reads back with another value, so the loss is detected.
         return {key: round((config.attention_scale or config.head_dim**-0.5) ** -2)}
 
     return Rule(keys=(key,), read=read, write=write)
 
 
 def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, ...]:
-    """The rules that Gemma 2 and 3 share."""
+    """Return the rules shared by Gemma 2 and 3."""
     return (
         *SIZES,
         *UNUSED,
         DENSE,
         width_of_heads(family),
-        # The family's own, without a key: norms multiply by 1 + weight, and stand on both sides of each part.
+        # Fixed for the family, without a key: norms multiply by 1 + weight, and are on both sides of each part.
         constant(norm_offset=True, norm_order="sandwich"),
         kv_heads(),
         head_dim(256),
@@ -66,12 +66,12 @@ def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None)
         optional("final_logit_softcapping", "logit_softcap", default=logit_cap),
         only("attention_dropout", 0.0, None),
         only("use_bidirectional_attention", False, None, written=False),
-        # Of old files; hidden_activation is what counts.
+        # In old files; hidden_activation is the one that counts.
         only("hidden_act", "gelu_pytorch_tanh", written=False),
     )
 
 
-# The name that the released files have comes first, because the first name of a meaning is written.
+# The name in the released files comes first, because the first name of a meaning is written.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh"} | GATED_ACTIVATIONS
 
 GEMMA2 = Family(

@@ -1,7 +1,7 @@
-"""The text models of Gemma 4 without experts: global layers with heads of their own, whose values are their keys.
+"""Text models of Gemma 4 without experts: global layers have their own heads, with keys as their values.
 
-Norms multiply by their weight, and stand on both sides of each part. Values are normed too, a factor that is not
-trained scales what each layer gives, and the slowest pairs of the global layers' heads have no position.
+Norms multiply by their weight, and are on both sides of each part. Values are normed too, an untrained factor scales
+the output of each layer, and the slowest pairs of the global layers' heads have no position.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def _kinds(hf: HfConfig, count: int) -> list[str]:
 
 
 def _kinds_of(hf: HfConfig) -> Any:
-    """The kinds of the layers, of which the last one is global in any case."""
+    """Return the kinds of the layers; the last one is always global."""
     kinds = hf.get("layer_types") or _kinds(hf, layer_count(hf))
     return [*kinds[:-1], FULL] if isinstance(kinds, list) and kinds else kinds
 
 
 def _layers() -> Rule:
-    """Windows, and global layers."""
+    """Return the rule for window layers and global layers."""
     usual = windows(_WINDOW, _kinds)
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -69,13 +69,13 @@ def _layers() -> Rule:
 
 
 def _global_heads() -> Rule:
-    """Heads of global layers: by the makers' keys, or by transformers' table with an entry for each of the layers."""
+    """Return the rule for heads of global layers, by original keys or by transformers' table with all layers."""
     size, count, shares, table = "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config"
 
     def read(hf: HfConfig) -> dict[str, Any]:
         shared = typed(shares, hf.get(shares, False), "bool")
         heads: Mapping[str, Any] = {"head_dim": integer(hf, size, 512)}
-        # transformers reads their number where values are keys alone.
+        # transformers reads their number only if values are keys.
         if shared and hf.get(count) is not None:
             heads = {**heads, "num_key_value_heads": integer(hf, count)}
         if table in hf:
@@ -99,11 +99,11 @@ def _global_heads() -> Rule:
 
 
 def _agreed(table: Any, layers: Sequence[int]) -> Mapping[str, Any]:
-    """What all entries of the table say of these layers; ConfigError where two differ, and for what they may not say.
+    """Return the common entry of the table for these layers; raise ConfigError for different or unsupported entries.
 
-    A table without entries says nothing.
+    An empty table gives an empty entry.
     """
-    # One spec a kind of layer is all that the decoder has, so layers that differ are refused.
+    # The decoder has one spec per kind of layer, so layers that differ are refused.
     entries = list(table.values()) if isinstance(table, dict) else [table]
     fits = all(isinstance(entry, dict) and set(entry) <= set(_HEADS) for entry in entries)
     if entries and fits:
@@ -117,7 +117,7 @@ def _agreed(table: Any, layers: Sequence[int]) -> Mapping[str, Any]:
 
 
 def _rotary() -> Rule:
-    """A rope for global layers, and a base for windows, in one table."""
+    """Return the rule for one table with a rope for global layers and a base for windows."""
     key = "rope_parameters"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _rotary() -> Rule:
             raise ConfigError(f"{key}={shown(tables)} in config.json must have the tables {FULL} and {WINDOW}.")
         found: dict[str, dict[str, Any]] = {}
         for name, usual in _ROPES.items():
-            # The class's own where the file is silent, as transformers fills it in.
+            # If absent, the class's own table, as transformers fills it in.
             table = tables.get(name) or usual
             kinds = {"default", usual["rope_type"]}
             known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
@@ -146,7 +146,7 @@ def _rotary() -> Rule:
         if of_global["rope_type"] == "proportional":
             rope = Rope(theta=rope.theta, kind="proportional", partial=partial, factor=factor)
         local = of_window["rope_theta"]
-        # Without windows nobody reads their base, and a field that nobody reads is refused.
+        # Without windows their base is not read, and a field that is not read is refused.
         if WINDOW not in _kinds_of(hf):
             local = 0.0
         return {"rope": rope, "local_rope_theta": local}
@@ -164,7 +164,7 @@ def _rotary() -> Rule:
     return Rule(keys=(key,), read=read, write=write)
 
 
-# The name that the released files have comes first, because the first name of a meaning is written.
+# The name in the released files comes first, because the first name of a meaning is written.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh"} | GATED_ACTIVATIONS
 _RULES = (
     ONE_STACK,
@@ -183,9 +183,9 @@ _RULES = (
     both_biases(default=False),
     optional("final_logit_softcapping", "logit_softcap", default=None),
     only("attention_dropout", 0.0, None),
-    # Of images: which of their tokens see each other.
+    # For images: which of their tokens see each other.
     only("use_bidirectional_attention", None, False, "vision", written=False),
-    # What these would add to a layer is not here: experts beside the FFN, embeddings for each layer, keys of others.
+    # These would add unsupported parts to a layer: experts besides the FFN, embeddings per layer, keys of other layers.
     only("enable_moe_block", False, written=False),
     only("hidden_size_per_layer_input", 0, absent=256),
     only("num_kv_shared_layers", 0, written=False),
@@ -195,7 +195,7 @@ GEMMA4_TEXT = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
     rules=SIZES + _RULES,
-    # Sizes of what no layer has.
+    # Sizes of parts that no layer has.
     ignored_keys=frozenset(
         {"vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size"}
         | {"expert_intermediate_size"}

@@ -1,6 +1,6 @@
 """GPT-1 and GPT-2: learned positions, LayerNorm, transposed weights, and queries, keys and values in one tensor.
 
-GPT-1's norms stand after each sum, GPT-2's before each part.
+GPT-1's norms come after each sum, GPT-2's before each part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorR
 
 
 def _inner() -> Rule:
-    """Width of the FFN; null is four times the model's."""
+    """Return the rule for the width of the FFN; null means four times the model width."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         inner = hf.get("n_inner")
@@ -38,10 +38,10 @@ def _inner() -> Rule:
 
 
 def _dropout() -> Rule:
-    """One probability for embeddings and residuals."""
+    """Return the rule for one dropout probability of embeddings and residuals."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        # 0.1 is the class default of transformers, and old files leave it out.
+        # 0.1 is the class default of transformers, and old files omit it.
         rates = {key: typed(key, hf.get(key, 0.1), "float") for key in ("resid_pdrop", "embd_pdrop")}
         if len(set(rates.values())) > 1:
             raise ConfigError(f"{rates} is not supported by this decoder; supported: the same for both.")
@@ -54,7 +54,7 @@ def _dropout() -> Rule:
 
 
 def _read_context(hf: HfConfig) -> dict[str, Any]:
-    """ConfigError where ``n_ctx``, the old name of the context's length, says something else."""
+    """Raise ConfigError if ``n_ctx``, the old name of the context length, has another value."""
     if hf.get("n_ctx", hf.get("n_positions")) != hf.get("n_positions"):
         raise ConfigError(f"n_ctx={hf['n_ctx']} in config.json differs from n_positions={hf.get('n_positions')}.")
     return {}
@@ -67,7 +67,7 @@ _ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu2",
 }
-# In GPT-1 transformers computes "gelu" by its tanh formula.
+# In GPT-1, transformers computes "gelu" by its tanh formula.
 _ACTIVATIONS_1 = {"gelu": "gelu_tanh", "relu": "relu"}
 
 _COMMON = (
@@ -91,13 +91,13 @@ _COMMON = (
 
 _OF_OTHER_HEADS = frozenset(
     {
-        # Of classifiers on top of the decoder.
+        # From classifiers on top of the decoder.
         "summary_type",
         "summary_use_proj",
         "summary_activation",
         "summary_proj_to_labels",
         "summary_first_dropout",
-        # Of pipelines, and of releases before 2020.
+        # From pipelines, and from releases before 2020.
         "task_specific_params",
         "n_special",
         "predict_special_tokens",
@@ -108,16 +108,16 @@ _OF_OTHER_HEADS = frozenset(
 
 
 def _renamed(ours: tuple[str, ...], theirs: str, *, steps: tuple[str, ...] = ()) -> TensorRule:
-    """Under GPT's name, with the prefix of the whole model, and without it as old files have it."""
+    """Return the rule for GPT's name, with the prefix of the full model, or without it as in old files."""
     names = (f"transformer.{theirs}", theirs)
     return TensorRule(parameters=ours, layouts=tuple(OnDisk(names=(name,), steps=steps) for name in names))
 
 
 def _projection(*ours: str, theirs: str) -> tuple[TensorRule, ...]:
-    """A weight, stored as [in, out], and its bias."""
+    """Return the rules for a weight, stored as [in, out], and its bias."""
     weights = tuple(f"{BLOCK}{name}.weight" for name in ours)
     biases = tuple(f"{BLOCK}{name}.bias" for name in ours)
-    # GPT's Conv1D holds its weight as [in, out], a bias has one axis.
+    # GPT's Conv1D holds its weight as [in, out]; a bias has one axis.
     return (
         _renamed(weights, f"h.{{layer}}.{theirs}.weight", steps=("transposed",)),
         _renamed(biases, f"h.{{layer}}.{theirs}.bias"),
@@ -125,7 +125,7 @@ def _projection(*ours: str, theirs: str) -> tuple[TensorRule, ...]:
 
 
 def _norm(ours: str, theirs: str) -> tuple[TensorRule, ...]:
-    """A LayerNorm's weight and bias."""
+    """Return the rules for a LayerNorm's weight and bias."""
     return (
         _renamed((f"{ours}.weight",), f"{theirs}.weight"),
         _renamed((f"{ours}.bias",), f"{theirs}.bias"),
@@ -133,7 +133,7 @@ def _norm(ours: str, theirs: str) -> tuple[TensorRule, ...]:
 
 
 def _block_tensors(first_norm: str, second_norm: str) -> tuple[TensorRule, ...]:
-    """The tensors of a block; the norms' names are ours, and theirs are ln_1 and ln_2."""
+    """Return the rules for a block's tensors; the arguments are our norm names for ln_1 and ln_2."""
     attention = _projection("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", theirs="attn.c_attn")
     attention += _projection("self_attn.o_proj", theirs="attn.c_proj")
     ffn = _projection("mlp.up_proj", theirs="mlp.c_fc") + _projection("mlp.down_proj", theirs="mlp.c_proj")
@@ -150,7 +150,7 @@ GPT1 = Family(
     rules=(
         *_COMMON,
         constant(norm_order="post"),
-        # An FFN of another width reads back as this one, by which the loss is found.
+        # An FFN of another width reads back with this one, so the loss is detected.
         Rule(read=lambda hf: {"ffn_size": 4 * integer(hf, "n_embd")}),
         translated("afn", "activation", _ACTIVATIONS_1, default="gelu"),
     ),

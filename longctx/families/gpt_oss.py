@@ -1,6 +1,6 @@
-"""GPT-OSS: sinks, alternating windows, experts with biases whose gate and up rows alternate on disk.
+"""GPT-OSS: sinks, alternating windows, experts with biases and with gate and up rows that alternate on disk.
 
-Weights as bfloat16 (or any other plain dtype); the released files' 4-bit blocks have to be unpacked first.
+Weights are bfloat16 (or any other plain dtype); the 4-bit blocks of the released files have to be unpacked first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from longctx.families.rotary import rotary
 from longctx.families.rules import SIZES, UNUSED, both_biases, constant, head_dim, kv_heads, only, same
 from longctx.families.spec import MLP, Family, OnDisk, TensorRule, renamed
 
-# What transformers takes where a config.json has no rope: the released models' own.
+# Used by transformers if a config.json has no rope: the released models' own.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -22,7 +22,7 @@ _ROPE = {
 
 
 def _reordered(name: str, *steps: str) -> TensorRule:
-    """A parameter under its own name, whose values are stored in another order."""
+    """Return the rule for a parameter with its own name, stored in another order."""
     return TensorRule(parameters=(MLP + name,), layouts=(OnDisk(names=(MLP + name,), steps=steps),))
 
 

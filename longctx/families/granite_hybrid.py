@@ -1,4 +1,4 @@
-"""Granite 4 hybrid: layers of Mamba-2, and some of softmax attention, mostly without positions; shared experts."""
+"""Granite 4 hybrid: layers of Mamba-2 and some of softmax attention, mostly without positions; shared experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIZES = {
 
 
 def _layers() -> Rule:
-    """Which layers are Mamba-2, and their sizes."""
+    """Return the rule for the Mamba-2 layers and their sizes."""
     kinds_keys = ("layer_types", "layers_block_type")
     head, expand = "mamba_d_head", "mamba_expand"
 
@@ -44,7 +44,7 @@ def _layers() -> Rule:
             return found
         found |= {ours: integer(hf, key, usual) for key, (ours, usual) in _SIZES.items()}
         heads, values = found["delta_value_heads"], integer(hf, expand, 2) * integer(hf, "hidden_size")
-        # transformers divides as well if the key is missing.
+        # transformers also divides if the key is missing.
         if hf.get(head, "auto") == "auto":
             hf = {**hf, head: values // max(1, heads)}
         found["delta_value_dim"] = integer(hf, head)
@@ -65,7 +65,7 @@ def _layers() -> Rule:
 
 
 def _positions() -> Rule:
-    """Rotary positions where the config says so, else none."""
+    """Return the rule for rotary positions, or none if the config does not request them."""
     rope, key = rotary(), "position_embedding_type"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -84,12 +84,12 @@ def _positions() -> Rule:
 
 
 def _ffn() -> Rule:
-    """Routed experts beside a shared one; without routed ones the shared one is the FFN."""
+    """Return the rule for routed experts besides a shared one; without routed ones, the shared one is the FFN."""
     keys = ("num_local_experts", "num_experts_per_tok", "intermediate_size", "shared_intermediate_size")
 
     def read(hf: HfConfig) -> dict[str, Any]:
         routed, shared = integer(hf, keys[0], 8), integer(hf, keys[3], 1024)
-        # The dense models of the line have a shared expert alone, in the place of an FFN.
+        # The dense models of the series have only a shared expert, in place of an FFN.
         if not routed:
             return {"num_experts": 0, "ffn_size": shared}
         return {
@@ -111,12 +111,12 @@ def _ffn() -> Rule:
 
 
 def _step_limit() -> Rule:
-    """Limits of dt, of which none is supported."""
+    """Return the rule for limits of dt, none of which is supported."""
     key = "time_step_limit"
 
     def read(hf: HfConfig) -> dict[str, Any]:
         given = hf.get(key)
-        # JSON has no infinity: the second is what transformers writes.
+        # JSON has no infinity: the second form is the one that transformers writes.
         no_limits = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
         if given is not None and given not in no_limits:
             raise ConfigError(f"{key}={shown(given)} in config.json is not supported; supported: no limit.")
@@ -126,7 +126,10 @@ def _step_limit() -> Rule:
 
 
 def _projection_rows(config: ModelFields) -> Sequence[int]:
-    """On disk: gates, values, keys, queries, steps. Here queries come before keys and values."""
+    """Return the rows on disk of our projection rows.
+
+    On disk the order is gates, values, keys, queries, steps. Here queries come before keys and values.
+    """
     K, H, D, V, _ = config.delta_sizes
     values = H * V
     steps = 2 * values + 2 * K * D
@@ -137,7 +140,7 @@ def _projection_rows(config: ModelFields) -> Sequence[int]:
 
 
 def _channel_rows(config: ModelFields) -> Sequence[int]:
-    """Rows of queries, keys and values among values, keys and queries."""
+    """Return the rows of queries, keys and values in the order values, keys, queries on disk."""
     K, H, D, V, _ = config.delta_sizes
     values, keys = H * V, K * D
     rows = list(range(values + keys, values + 2 * keys))
@@ -147,7 +150,7 @@ def _channel_rows(config: ModelFields) -> Sequence[int]:
 
 
 def _of_mamba(name: str, *members: str, rows: Any = None) -> TensorRule:
-    """Parameters of a Mamba-2 layer that are one tensor on disk."""
+    """Return the rule for parameters of a Mamba-2 layer that are one tensor on disk."""
     return TensorRule(
         parameters=tuple(f"{BLOCK}self_attn.{member}.weight" for member in members),
         layouts=(OnDisk(names=(f"{BLOCK}mamba.{name}",), rows=rows),),
@@ -163,7 +166,7 @@ def _is_dense(config: ModelFields) -> bool:
 
 
 def _of_shared(place: str, holds: Any) -> tuple[TensorRule, ...]:
-    """The FFN that all tokens go through, whose gate and up projections are one tensor on disk."""
+    """Return the rules for the FFN that all tokens use; its gate and up projections are one tensor on disk."""
     both = tuple(f"{BLOCK}{place}.{part}_proj.weight" for part in ("gate", "up"))
     joined = OnDisk(names=(f"{BLOCK}shared_mlp.input_linear.weight",))
     return (
@@ -207,6 +210,6 @@ GRANITE_HYBRID = Family(
         ),
         renamed("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
     ),
-    # How chunks are computed, and how weights start.
+    # Computation of chunks, and weight initialisation.
     ignored_keys=frozenset({"mamba_chunk_size", "init_method", "output_router_logits"}),
 )

@@ -1,6 +1,6 @@
-"""Kimi Linear: layers of Kimi Delta Attention, and every fourth one of softmax attention, with DeepSeek's experts.
+"""Kimi Linear: layers of Kimi Delta Attention, with every fourth one of softmax attention, and DeepSeek's experts.
 
-The softmax layers are latent attention without positions: the channels that DeepSeek rotates stay as they are.
+The softmax layers are latent attention without positions: the channels that DeepSeek rotates stay unrotated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _SIZES = {
 
 
 def _delta_layers() -> Rule:
-    """Which layers are Kimi Delta Attention, and their sizes: by the makers' table, else by transformers' keys."""
+    """Return the rule for layers of Kimi Delta Attention and their sizes.
+
+    It reads the original table, or transformers' keys if there is none.
+    """
 
     def read(hf: HfConfig) -> dict[str, Any]:
         count, table = layer_count(hf), hf.get(_DELTA) or {}
@@ -49,7 +52,7 @@ def _delta_layers() -> Rule:
                 f"layer, each {FULL} or {LINEAR}."
             )
         found: dict[str, Any] = {"layers": tuple({FULL: "full", LINEAR: "kda"}[kind] for kind in shortest(kinds))}
-        # Sizes that no layer has are none of the model's.
+        # Sizes are not part of a model without such layers.
         if LINEAR in kinds:
             heads, width, conv = (
                 integer(table, theirs) if theirs in table else integer(hf, ours, usual)
@@ -68,11 +71,11 @@ def _delta_layers() -> Rule:
 
 
 def _by_table(table: dict[str, Any], count: int) -> list[str]:
-    """Kinds of the layers that the makers' table numbers from 1; without it every fourth is full."""
+    """Return the kinds of the layers, numbered from 1 in the original table; without a table every fourth is full."""
     # transformers' own pattern: layer 0 is linear, too.
     if "full_attn_layers" not in table and "kda_layers" not in table:
         return [FULL if n and n % 4 == 0 else LINEAR for n in range(count)]
-    # What neither list names is no kind.
+    # A layer in neither list has no kind.
     kinds = [""] * count
     for key, kind in (("full_attn_layers", FULL), ("kda_layers", LINEAR)):
         numbers = table.get(key)
@@ -86,11 +89,11 @@ def _by_table(table: dict[str, Any], count: int) -> list[str]:
 
 
 def _dense_layers() -> Rule:
-    """Dense layers by their names, else the first ``first_k_dense_replace``."""
+    """Return the rule for dense layers: by name, or else the first ``first_k_dense_replace``."""
     by_number, key = first_dense(1), "mlp_layer_types"
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        # transformers 5 writes names, the makers' files have a number.
+        # transformers 5 writes names, the original files have a number.
         names = hf.get(key)
         if names is None:
             return by_number.read(hf)
@@ -106,7 +109,7 @@ def _dense_layers() -> Rule:
 
 
 def _head_sizes() -> Rule:
-    """A head's own channels and those that all share; the ``head_dim`` of released files means nothing."""
+    """Return the rule for a head's own channels and the shared ones; ``head_dim`` of released files is ignored."""
     own, shared = "qk_nope_head_dim", "qk_rope_head_dim"
     return Rule(
         keys=(own, shared, "head_dim", "qk_head_dim"),
@@ -116,29 +119,32 @@ def _head_sizes() -> Rule:
 
 
 def _of_layer(ours: str, *layouts: OnDisk) -> TensorRule:
-    """A parameter of each block."""
+    """Return the rule for a parameter of each block."""
     return TensorRule(parameters=(BLOCK + ours,), layouts=layouts)
 
 
 def _experts_side(ours: str, *, makers: str = "block_sparse_moe") -> TensorRule:
-    """A parameter of ``mlp``, which in layers of experts is ``block_sparse_moe``; transformers writes it so in all."""
+    """Return the rule for a parameter of ``mlp``, which is ``block_sparse_moe`` in layers of experts.
+
+    transformers writes that name in all layers.
+    """
     other = {"mlp": "block_sparse_moe", "block_sparse_moe": "mlp"}[makers]
     return renamed(f"mlp.{ours}", f"{makers}.{ours}", f"{other}.{ours}")
 
 
 def _forget_gate(name: str) -> TensorRule:
-    """A factor of the decays' projection, which transformers' modules have in one of their own."""
+    """Return the rule for a factor of the decays' projection, which has a separate module in transformers."""
     return renamed(f"self_attn.{name}.weight", f"self_attn.{name}.weight", f"self_attn.forget_gate.{name}.weight")
 
 
 def _shared_expert(part: str) -> TensorRule:
-    """A matrix of the shared experts."""
+    """Return the rule for a matrix of the shared experts."""
     makers, theirs = (f"{folder}.shared_experts.{part}.weight" for folder in ("block_sparse_moe", "mlp"))
     return renamed(f"mlp.shared_expert.{part}.weight", makers, theirs)
 
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
-# Of Llama's keys the longest length has another name.
+# Llama's keys, except that the maximum length has another name.
 _LLAMA = tuple(rule for rule in llama_like(eps=1e-5) if "max_position_embeddings" not in rule.keys)
 _RULES = (
     same("model_max_length", "max_positions", also=("max_position_embeddings",)),
@@ -173,7 +179,7 @@ _TENSORS = (
         OnDisk(names=tuple(f"{BLOCK}self_attn.{part}_conv1d.weight" for part in "qkv")),
         OnDisk(names=(f"{BLOCK}self_attn.conv1d.weight",)),
     ),
-    # As in makers' files, and as transformers' modules are called.
+    # The names in the original files, and in transformers' modules.
     _of_layer(
         "self_attn.A_log.weight",
         OnDisk(names=(f"{BLOCK}self_attn.A_log",), steps=("per_head",)),
@@ -194,6 +200,6 @@ KIMI_LINEAR = Family(
     + tuple(_shared_expert(part) for part in _PARTS)
     + tuple(_experts_side(f"{part}.weight", makers="mlp") for part in _PARTS)
     + per_expert(_EXPERT + "w1.weight", _EXPERT + "w3.weight", _EXPERT + "w2.weight"),
-    # How a choice without groups is computed, and the base of a rope that no layer has.
+    # The computation of a choice without groups, and the base of a rope that no layer has.
     ignored_keys=frozenset({"output_router_logits", "use_grouped_topk", "rope_theta"}),
 )

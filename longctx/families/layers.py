@@ -1,4 +1,4 @@
-"""Rules of what differs between layers: windows, and which layers have experts."""
+"""Rules for differences between layers: windows, and which layers have experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kinds = Callable[[HfConfig, int], list[str]]
 
 
 def full_attention() -> Rule:
-    """Families without windows: layer_types may be there, if it says so."""
+    """Return the rule for families without windows: layer_types may be present if all are full."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         kinds = hf.get("layer_types")
@@ -32,7 +32,7 @@ def full_attention() -> Rule:
 
 
 def one_window(default: int | None) -> Rule:
-    """``sliding_window`` holds in all layers, or is null (Mistral)."""
+    """Return the rule for ``sliding_window`` in all layers, or null (Mistral)."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         window = hf.get("sliding_window", default)
@@ -45,10 +45,10 @@ def one_window(default: int | None) -> Rule:
 
 
 def one_switched_window(*, named: bool = False) -> Rule:
-    """The same with ``use_sliding_window`` before it (Qwen3-MoE, where max_window_layers has no effect).
+    """Return the rule for ``sliding_window`` with a switch ``use_sliding_window`` (Qwen3-MoE).
 
-    ``named``: layer_types have to be there when it is on (Qwen2-MoE, of which versions of transformers differ in what
-    their absence means, and in what a mixture would).
+    max_window_layers has no effect there. With ``named``, layer_types must be present if the switch is on (Qwen2-MoE):
+    versions of transformers differ in how they read its absence, and a mixture.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -77,10 +77,10 @@ def one_switched_window(*, named: bool = False) -> Rule:
 
 
 def switched_windows(kinds: Kinds) -> Rule:
-    """Windows in the layers that layer_types names, behind ``use_sliding_window`` (Qwen)."""
+    """Return the rule for windows in the layers named by layer_types, with a switch ``use_sliding_window`` (Qwen)."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        # Switched off, windows named by layer_types are a contradiction, which ``_layers`` refuses.
+        # If switched off, windows in layer_types are a contradiction, which ``_layers`` refuses.
         if not _switched_on(hf):
             return _layers(hf, _given(hf) or [FULL] * layer_count(hf), None)
         return _layers(hf, _given(hf) or kinds(hf, layer_count(hf)), hf.get("sliding_window", 4096))
@@ -89,7 +89,7 @@ def switched_windows(kinds: Kinds) -> Rule:
         if not config.window:
             return {"use_sliding_window": False}
         named = _named(config)
-        # What versions of transformers without layer_types read.
+        # Read by versions of transformers without layer_types.
         leading = next((n for n, kind in enumerate(named) if kind == WINDOW), len(named))
         return {
             "use_sliding_window": True,
@@ -103,9 +103,9 @@ def switched_windows(kinds: Kinds) -> Rule:
 
 
 def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
-    """Windows in the layers that layer_types names (Gemma, GPT-OSS).
+    """Return the rule for windows in the layers named by layer_types (Gemma, GPT-OSS).
 
-    ``pattern_key`` is what versions of transformers before layer_types read: every how many layers there is a full one.
+    ``pattern_key`` is read by versions of transformers before layer_types: the interval between full layers.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
     def write(config: ModelFields) -> dict[str, Any]:
         named = _named(config)
         written = {"sliding_window": config.window or default, "layer_types": named}
-        # The old key can only say: windows, then one full layer, repeated.
+        # The old key can only express windows followed by one full layer, repeated.
         pattern = shortest(named)
         if pattern_key and pattern[-1] == FULL and pattern.count(FULL) == 1:
             written[pattern_key] = len(pattern)
@@ -127,23 +127,23 @@ def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
 
 
 def has_windows(hf: HfConfig, kinds: Kinds) -> bool:
-    """Whether a family with ``windows(…, kinds)`` has any here."""
+    """Return whether a family with ``windows(…, kinds)`` has any here."""
     return WINDOW in (_given(hf) or kinds(hf, layer_count(hf)))
 
 
 def from_layer_on(hf: HfConfig, count: int) -> list[str]:
-    """Full attention below ``max_window_layers``, windows from there on (Qwen2, Qwen3)."""
+    """Return full attention below ``max_window_layers``, windows from there on (Qwen2, Qwen3)."""
     leading = integer(hf, "max_window_layers", 28)
     return [FULL if layer < leading else WINDOW for layer in range(count)]
 
 
 def every_other(hf: HfConfig, count: int) -> list[str]:
-    """Windows in layers 0, 2, 4, … (Gemma 2, GPT-OSS)."""
+    """Return windows in layers 0, 2, 4, … (Gemma 2, GPT-OSS)."""
     return _kinds(count, lambda layer: layer % 2 == 0)
 
 
 def every_nth_full(hf: HfConfig, count: int) -> list[str]:
-    """Full attention in each ``sliding_window_pattern``-th layer (Gemma 3)."""
+    """Return full attention in each ``sliding_window_pattern``-th layer (Gemma 3)."""
     every = first_of(hf, ("sliding_window_pattern", "_sliding_window_pattern"), 6)
     if typed("sliding_window_pattern", every, "int") < 1:
         raise ConfigError(f"sliding_window_pattern={every} in config.json must be at least 1.")
@@ -151,7 +151,7 @@ def every_nth_full(hf: HfConfig, count: int) -> list[str]:
 
 
 def _kinds(count: int, has_window: Callable[[int], bool]) -> list[str]:
-    """The layer_types of ``count`` layers."""
+    """Return the layer_types of ``count`` layers."""
     kinds = [FULL] * count
     for layer in range(count):
         if has_window(layer):
@@ -160,7 +160,7 @@ def _kinds(count: int, has_window: Callable[[int], bool]) -> list[str]:
 
 
 def rotary_layers() -> Rule:
-    """Layers without positions: those with a 0 in ``no_rope_layers``, by default every fourth (SmolLM3)."""
+    """Return the rule for layers without positions, 0 in ``no_rope_layers``; by default every fourth (SmolLM3)."""
     key, every = "no_rope_layers", "no_rope_layer_interval"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -185,7 +185,10 @@ def rotary_layers() -> Rule:
 
 
 def delta_layers(kind: str) -> Rule:
-    """Layers with a gated delta rule of this kind, which layer_types calls linear attention, and their sizes (Qwen)."""
+    """Return the rule for layers with a gated delta rule of this kind, and their sizes (Qwen).
+
+    layer_types calls them linear attention.
+    """
     sizes = {
         "linear_num_key_heads": "delta_key_heads",
         "linear_num_value_heads": "delta_value_heads",
@@ -209,7 +212,7 @@ def delta_layers(kind: str) -> Rule:
                 f"layer, each {FULL} or {LINEAR}."
             )
         found: dict[str, Any] = {"layers": tuple({FULL: "full", LINEAR: kind}[name] for name in shortest(kinds))}
-        # A model without such layers has no use for their sizes.
+        # A model without such layers does not need their sizes.
         if LINEAR in kinds:
             found |= {ours: integer(hf, key, usual.get(ours, 4)) for key, ours in sizes.items()}
         return found
@@ -223,11 +226,11 @@ def delta_layers(kind: str) -> Rule:
 
 
 def sparse_steps() -> Rule:
-    """Dense layers are those in ``mlp_only_layers`` and those that ``decoder_sparse_step`` leaves out (Qwen)."""
+    """Return the rule for dense layers: in ``mlp_only_layers``, or skipped by ``decoder_sparse_step`` (Qwen)."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         count, step = layer_count(hf), integer(hf, "decoder_sparse_step", 1)
-        # null and absent name no layer.
+        # Null and absent name no layer.
         named = hf.get("mlp_only_layers") or []
         if step < 1 or not _are_layers(named, count):
             raise ConfigError(
@@ -237,14 +240,14 @@ def sparse_steps() -> Rule:
         return {"dense_layers": tuple(n for n in range(count) if n in named or (n + 1) % step)}
 
     def write(config: ModelFields) -> dict[str, Any]:
-        # Layer by layer, which can say any choice; a step cannot.
+        # Layer by layer, which can express any choice; a step cannot.
         return {"decoder_sparse_step": 1, "mlp_only_layers": sorted(config.dense_layers)}
 
     return Rule(keys=("decoder_sparse_step", "mlp_only_layers"), read=read, write=write)
 
 
 def _are_layers(value: Any, count: int) -> bool:
-    """Whether a value is a list of numbers of layers, no longer than there are layers."""
+    """Return whether a value is a list of valid layer numbers, at most as many as there are layers."""
     return (
         isinstance(value, list)
         and len(value) <= count
@@ -253,7 +256,7 @@ def _are_layers(value: Any, count: int) -> bool:
 
 
 def first_dense(default: int) -> Rule:
-    """The first ``first_k_dense_replace`` layers are dense (DeepSeek)."""
+    """Return the rule for the first ``first_k_dense_replace`` layers being dense (DeepSeek)."""
     key = "first_k_dense_replace"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -266,7 +269,7 @@ def first_dense(default: int) -> Rule:
 
 
 def _uniform(hf: HfConfig, window: Any) -> dict[str, Any]:
-    """Fields of windows in all layers or in none; ConfigError where layer_types says otherwise."""
+    """Return the fields for windows in all layers or in none; raise ConfigError if layer_types differs."""
     meant = _kinds(layer_count(hf), lambda _: window is not None)
     given = _given(hf)
     if given is not None and given != meant:
@@ -278,7 +281,7 @@ def _uniform(hf: HfConfig, window: Any) -> dict[str, Any]:
 
 
 def _layers(hf: HfConfig, kinds: list[str], window: Any) -> dict[str, Any]:
-    """Fields of layers of these kinds; ConfigError where they need a window and there is none."""
+    """Return the fields for layers of these kinds; raise ConfigError if they need a window and there is none."""
     if WINDOW not in kinds:
         return {"layers": ("full",), "window": 0}
     if window is None or typed("sliding_window", window, "int") < 1:
@@ -286,17 +289,17 @@ def _layers(hf: HfConfig, kinds: list[str], window: Any) -> dict[str, Any]:
             f"sliding_window={shown(window)} (use_sliding_window={shown(hf.get('use_sliding_window'))}) goes with no "
             f"{WINDOW} in layer_types={shown(kinds)}; it must be at least 1."
         )
-    # The shortest pattern: a model of 32 windows says "window" once, in our files and messages too.
+    # The shortest pattern: a model of 32 windows says "window" once, also in our files and messages.
     return {"layers": tuple(_OURS[kind] for kind in shortest(kinds)), "window": window}
 
 
 def _switched_on(hf: HfConfig) -> bool:
-    """``use_sliding_window``, which the Qwen families put before the window's size."""
+    """Return ``use_sliding_window``, which switches the window on in the Qwen families."""
     return typed("use_sliding_window", hf.get("use_sliding_window", False), "bool")
 
 
 def _given(hf: HfConfig) -> list[str] | None:
-    """The layer_types of config.json, where it has them."""
+    """Return the layer_types of config.json; None if absent."""
     kinds = hf.get("layer_types")
     if kinds is None:
         return None
@@ -304,7 +307,7 @@ def _given(hf: HfConfig) -> list[str] | None:
 
 
 def _checked(kinds: Any, hf: HfConfig) -> list[str]:
-    """The value of layer_types; ConfigError unless it names a kind that we have for each layer."""
+    """Return the value of layer_types; raise ConfigError unless it names a supported kind for each layer."""
     count = layer_count(hf)
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, WINDOW) for kind in kinds):
         raise ConfigError(
@@ -315,13 +318,13 @@ def _checked(kinds: Any, hf: HfConfig) -> list[str]:
 
 
 def _named(config: ModelFields) -> list[str]:
-    """The layer_types of a config."""
+    """Return the layer_types of a config."""
     return _kinds(config.num_layers, lambda layer: config.layer_kind(layer) == "window")
 
 
 def shortest(kinds: list[T]) -> tuple[T, ...]:
-    """The shortest beginning that, repeated, gives all."""
+    """Return the shortest prefix that gives all of ``kinds`` when repeated."""
     count = len(kinds)
-    # There always is one: all of it.
+    # There always is one: the full list.
     sizes = (n for n in range(1, count + 1) if all(kinds[i] == kinds[i % n] for i in range(count)))
     return tuple(kinds[: next(sizes)])

@@ -1,7 +1,7 @@
-"""Keys that tools leave in a config.json and that no network reads: they are passed over, and an import names them.
+"""Keys that tools leave in a config.json and that do not affect the network: they are skipped, and an import logs them.
 
 A key is listed only if transformers 5.24 computes the same logits with it and without, in every family here
-(``tests/longctx/families/test_leftover.py``). Some of them mean something elsewhere: vLLM scales attention by
+(``tests/longctx/families/test_leftover.py``). Some of them have a meaning in other programs: vLLM scales attention by
 ``attn_factor``. Any other unknown key is refused, because it may change the model.
 """
 
@@ -30,7 +30,7 @@ _GENERATION = (
 )  # fmt: skip
 _LEFTOVER: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((*_TOOLS, *_GENERATION), _ANY),
-    # Only with the value that leaves the network as it is.
+    # Only with the value that leaves the network unchanged.
     "quantization_config": (None,),
     "pruned_heads": (None, {}),
     "add_cross_attention": (None, False),
@@ -51,16 +51,16 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 
 
 def is_leftover(key: str, value: Any) -> bool:
-    """Return whether a key of config.json that no rule of the family reads says nothing of the network."""
+    """Return whether a key of config.json that the family's rules do not read is irrelevant to the network."""
     if key not in _LEFTOVER:
         return False
     allowed = _LEFTOVER[key]
-    # In Python True equals 1; in a config.json they are other words.
+    # In Python True equals 1; in a config.json they are different values.
     return not allowed or any(value == one and type(value) is type(one) for one in allowed)
 
 
 def leftover_keys(config: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """Return the keys that a config.json has and that are passed over, with their values; ``known`` are read."""
+    """Return the skipped keys of a config.json, with their values; ``known`` keys are read."""
     found = {key: value for key, value in config.items() if key not in known and is_leftover(key, value)}
     for table in _TABLES:
         for where, key, value in _in_table(table, config.get(table)):
@@ -69,9 +69,10 @@ def leftover_keys(config: Mapping[str, Any], known: frozenset[str]) -> dict[str,
 
 
 def how_to_delete(keys: Sequence[str]) -> str:
-    """Return what to do about unknown keys of config.json or of a table in it: a line to type in the folder."""
+    """Return advice about unknown keys of config.json or of a table in it, with a command to run in the folder."""
     advice = "If they change the model, it is not supported. If they do not, delete them from config.json"
-    # A stranger chose the keys: what a shell or Python would act on is in no line to type, and none fills a screen.
+    # The keys are untrusted: characters that a shell or Python interprets must not be in the command, nor may it fill a
+    # screen.
     if len(keys) > _MOST_DELETED or not all(_PLAIN.fullmatch(key) for key in keys):
         return f"{advice}."
     return (

@@ -38,7 +38,7 @@ _LLAMA = (
     width_of_heads("llama"),
     head_dim(),
     rotary(),
-    # Splits products as tensor-parallel training did, to round as it did.
+    # Splits products as tensor-parallel training did, to get the same rounding.
     only("pretraining_tp", 1),
 )
 
@@ -46,7 +46,7 @@ LLAMA = Family(model_type="llama", architecture="LlamaForCausalLM", rules=llama_
 
 
 def _mistral(rope: Rule, *, window: int | None) -> tuple[Rule, ...]:
-    """The rules of Mistral and Ministral 3."""
+    """Return the rules of Mistral and Ministral 3."""
     return llama_like(
         DENSE,
         constant(qkv_bias=False),
@@ -73,14 +73,14 @@ MINISTRAL3 = Family(
             theta=1e6,
             default=_MINISTRAL_ROPE,
             growth_key="llama_4_scaling_beta",
-            # The longest length a second time.
+            # The maximum length a second time.
             ignored=frozenset({"max_position_embeddings"}),
         ),
         window=None,
     ),
 )
 
-# No positions in every fourth layer, or in those that a list names.
+# No positions in every fourth layer, or in the layers of a list.
 _SMOLLM3 = (
     divided_head_dim(),
     rotary(theta=2_000_000.0),
@@ -95,7 +95,7 @@ SMOLLM3 = Family(
 
 
 def _divided(key: str, name: str) -> Rule:
-    """A number by which is divided, where the field is a factor."""
+    """Return the rule for a key that is the inverse of our factor."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = typed(key, first_of(hf, (key,), 1.0), "float")
@@ -107,7 +107,7 @@ def _divided(key: str, name: str) -> Rule:
 
 
 def _score_factor() -> Rule:
-    """The factor of scores itself."""
+    """Return the rule for the factor of the scores."""
     key = "attention_multiplier"
 
     def write(config: ModelFields) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _score_factor() -> Rule:
     )
 
 
-# Of the embeddings, of what parts add, of scores and of logits (muP).
+# Factors of the embeddings, of each part's output, of scores and of logits (muP).
 GRANITE_FACTORS = (
     divided_head_dim(),
     same("embedding_multiplier", "embedding_scale", default=1.0),

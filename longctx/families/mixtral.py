@@ -1,4 +1,4 @@
-"""Mixtral, and MiniMax M2, whose experts have the same names."""
+"""Mixtral, and MiniMax M2, which uses the same names for its experts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MINIMAX_M2 = Family(
         same("num_experts_per_tok", "experts_per_token"),
         same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
         only("router_jitter_noise", 0.0),
-        # What the released files say of the class besides.
+        # Further keys of the class in the released files.
         only("scoring_func", "sigmoid", written=False),
         only("use_routing_bias", True, written=False),
         only("use_qk_norm", True, written=False),

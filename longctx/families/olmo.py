@@ -1,6 +1,6 @@
 """OLMo 2 and 3: a norm on the output of each part and none before it; windows in three of four layers of OLMo 3.
 
-OLMo Hybrid has layers with a gated delta rule in place of the windows, with norms before their parts.
+OLMo Hybrid has layers with a gated delta rule instead of the windows, with norms before their parts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from longctx.families.rotary import global_and_local_rotary, rotary
 from longctx.families.rules import both_biases, constant, divided_head_dim, integer, kv_heads, llama_like, same
 from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule, renamed
 
-# The norms keep their names from transformers' Llama, and stand behind what they stood before there.
+# The norms keep their names from transformers' Llama, but come after the part instead of before it.
 _OLMO = llama_like(
     DENSE,
     constant(qk_norm="full", norm_order="output"),
@@ -36,11 +36,11 @@ OLMO2 = Family(model_type="olmo2", architecture="Olmo2ForCausalLM", rules=_OLMO 
 
 
 def _hybrid_sizes() -> Rule:
-    """Sizes of gated delta layers, which follow from the model's if they are not named."""
+    """Return the rule for sizes of gated delta layers, which are derived from the model's if absent."""
     named = delta_layers("gated_delta")
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        # A null says as much as a key that is absent.
+        # Null means the same as an absent key.
         given = {key: value for key, value in hf.items() if value is not None}
         heads = integer(hf, "num_attention_heads")
         sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads, **given}
@@ -52,7 +52,7 @@ def _hybrid_sizes() -> Rule:
 
 
 def _positions() -> Rule:
-    """Rotary positions, or none without a base."""
+    """Return the rule for rotary positions, or none without a base."""
     rope = rotary()
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -69,13 +69,13 @@ def _positions() -> Rule:
 
 
 def _widths(config: ModelFields) -> Sequence[int]:
-    """Channels of queries, keys and values of a gated delta layer."""
+    """Return the channels of queries, keys and values of a gated delta layer."""
     K, H, D, V, _ = config.delta_sizes
     return K * D, K * D, H * V
 
 
 def _thirds(config: ModelFields) -> Sequence[int]:
-    """The same channels in parts as equal as they can be, which is how transformers cuts its own tensor of them."""
+    """Return the same channels in nearly equal parts, as transformers cuts its own single tensor."""
     part = -(-config.delta_sizes.channels // 3)
     return part, part, config.delta_sizes.channels - 2 * part
 
@@ -85,7 +85,7 @@ def _is_delta(config: ModelFields, layer: int) -> bool:
 
 
 def _of_delta(ours: str, theirs: str = "") -> TensorRule:
-    """A parameter of a gated delta layer, by default of the same name there."""
+    """Return the rule for a parameter of a gated delta layer, by default with the same name on disk."""
     return renamed(f"self_attn.{ours}", f"linear_attn.{theirs or ours}")
 
 
@@ -126,7 +126,7 @@ OLMO3 = Family(model_type="olmo3", architecture="Olmo3ForCausalLM", rules=_OLMO 
 
 _HYBRID = (
     DENSE,
-    # The norm inside of gated delta layers has an epsilon of its own.
+    # The norm inside gated delta layers has its own epsilon.
     constant(qk_norm="full", norm_order="hybrid", delta_norm_eps=1e-5),
     kv_heads(default_is_heads=True),
     divided_head_dim(),
@@ -142,7 +142,7 @@ OLMO_HYBRID = Family(
     architecture="OlmoHybridForCausalLM",
     rules=llama_like() + _HYBRID,
     tensors=_DELTA,
-    # How weights start.
+    # Weight initialisation.
     ignored_keys=frozenset(
         f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")
     ),

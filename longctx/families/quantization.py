@@ -1,6 +1,6 @@
-"""What ``quantization_config`` of a config.json says: how the weights beside it are stored. Pure.
+"""Quantization scheme in ``quantization_config`` of a config.json: the storage format of the weights. Pure.
 
-Weights are read as the bfloat16 that the scheme's reference code makes of them, and trained and exported so.
+Weights are read as the bfloat16 values that the scheme's reference code computes, and trained and exported as such.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEYS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True)
 class Quantization:
-    """A scheme by which some weights of a folder are stored."""
+    """Storage scheme of the quantised weights in a folder."""
 
     kind: Literal["fp8", "mxfp4"]
     """fp8: E4M3 with scales of blocks, rows or whole tensors. mxfp4: E2M1 in blocks of 32 with a power of two each."""
@@ -27,7 +27,7 @@ class Quantization:
     """Rows and columns that share a scale; None for rows, or for the whole tensor."""
 
     def __str__(self) -> str:
-        """As an import names it."""
+        """Return the name for the log of an import."""
         if self.kind == "mxfp4":
             return "MXFP4"
         if self.block:
@@ -36,7 +36,7 @@ class Quantization:
 
 
 def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
-    """Return the scheme that a config.json names; None if it names none. ConfigError for one that is not read."""
+    """Return the scheme that a config.json names; None if it names none. Raise ConfigError if it is not supported."""
     # Files of compressed-tensors before 2025 have the second key.
     found = [hf[key] for key in KEYS if hf.get(key) is not None]
     if not found:
@@ -66,7 +66,7 @@ def _block(value: Any) -> tuple[int, int] | None:
 
 
 def _compressed(values: Mapping[str, Any]) -> Quantization:
-    """Return the one scheme of all groups of layers."""
+    """Return the common scheme of all groups of layers."""
     groups = values.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ConfigError(f"config_groups={shown(groups)} of compressed-tensors in config.json names no group.")
@@ -82,7 +82,7 @@ def _compressed(values: Mapping[str, Any]) -> Quantization:
                 f"compressed-tensors with weights {shown(weights)} are not read: only float of 8 bits by tensor, "
                 "channel or block is.\nTake the folder of the unquantised weights."
             )
-        # Scales of tensors and of rows tell themselves apart by their shapes.
+        # Scales per tensor and per row are distinguished by their shapes.
         block = None
         if weights["strategy"] == "block":
             block = _block(weights.get("block_structure"))

@@ -45,14 +45,14 @@ QWEN2 = Family(
         rotary(),
         switched_windows(from_layer_on),
         same("intermediate_size", "ffn_size"),
-        # Positions in three dimensions, of the vision models.
+        # Positions in three dimensions, for the vision models.
         only("use_mrope", False, written=False),
     ),
-    # transformers 5 loads Qwen2Tokenizer here, whatever tokenizer_config.json says.
+    # transformers 5 loads Qwen2Tokenizer here, ignoring tokenizer_config.json.
     forces_own_tokenizer=True,
 )
 
-# The network of qwen2, for models with a tokenizer of their own.
+# The network of qwen2, for models with their own tokenizer.
 SEED_OSS = Family(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
@@ -66,7 +66,7 @@ SEED_OSS = Family(
         same("attention_bias", "qkv_bias", default=True),
         same("attention_out_bias", "o_bias", default=False),
         same("mlp_bias", "ffn_bias", default=False),
-        # Where it is absent transformers takes 0.1, which this decoder does not have here.
+        # If it is absent transformers uses 0.1, which this decoder does not support here.
         only("residual_dropout", 0.0, absent=0.1),
         only("pretraining_tp", 1),
         no_dropout=only("attention_dropout", 0.0, None, absent=0.1),

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: three layers of a gated delta rule to one of softmax attention with an output gate."""
+"""Qwen3-Next and Qwen3.5: three layers of a gated delta rule for each of softmax attention with an output gate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MTP = MtpOnDisk(
 
 
 def _mtp_count() -> Rule:
-    """The key, which is written where there are such blocks."""
+    """Return the rule for the key, which is written only if there are such blocks."""
     rule = _MTP.count()
     return replace(rule, write=lambda config: rule.write(config) if config.mtp_layers else {})
 
@@ -38,7 +38,7 @@ _HYBRID = llama_like(
     kv_heads(),
     head_dim(256),
     rotary(partial=0.25, ignored=_OF_IMAGES),
-    # Of these transformers has no other way; the keys are in released files.
+    # transformers supports only these values; the keys are in released files.
     only("attn_output_gate", True, written=False),
     only("output_gate_type", "swish", written=False),
     only("mamba_ssm_dtype", "float32", written=False),
@@ -64,13 +64,16 @@ _ALL_EXPERTS = (constant(normalize_gates=True, dense_layers=()),)
 
 
 def _gated_heads(config: ModelFields) -> Sequence[int]:
-    """Rows of queries, then of gates: on disk each head has its query and then its gate."""
+    """Return the rows on disk of queries, then of gates: on disk each head has its query and then its gate."""
     D = config.head_dim
     return [2 * D * head + part * D + d for part in range(2) for head in range(config.num_heads) for d in range(D)]
 
 
 def _interleaved(config: ModelFields, widths: Sequence[int]) -> Sequence[int]:
-    """Rows of parts, each over all key heads: on disk each key head has so many rows of each part."""
+    """Return the rows on disk of our parts.
+
+    Here each part covers all key heads; on disk each key head has ``widths`` rows of the parts.
+    """
     starts = [sum(widths[:n]) for n in range(len(widths))]
     heads = range(config.delta_sizes.key_heads)
     parts = zip(starts, widths, strict=True)
@@ -88,19 +91,19 @@ def _gate_rows(config: ModelFields) -> Sequence[int]:
 
 
 def _of_delta(ours: str, theirs: str = "") -> TensorRule:
-    """A parameter of a gated delta layer, by default of the same name there."""
+    """Return the rule for a parameter of a gated delta layer, by default with the same name on disk."""
     return renamed(f"self_attn.{ours}", f"linear_attn.{theirs or ours}")
 
 
 def _of_attention(kind: str) -> TensorRule:
-    """Weights or biases of queries and gates, which are one tensor on disk."""
+    """Return the rule for weights or biases of queries and gates, which are one tensor on disk."""
     return TensorRule(
         parameters=(f"{BLOCK}self_attn.q_proj.{kind}", f"{BLOCK}self_attn.gate_proj.{kind}"),
         layouts=(OnDisk(names=(f"{BLOCK}self_attn.q_proj.{kind}",), rows=_gated_heads),),
     )
 
 
-# Their norms multiply by 1 + weight, but for the one inside of a gated delta layer.
+# Their norms multiply by 1 + weight, except the one inside a gated delta layer.
 _SHARED = (
     _of_attention("weight"),
     _of_attention("bias"),
@@ -118,9 +121,9 @@ _APART = (
 )
 
 
-# Qwen3.5 has four projections where Qwen3-Next has two.
+# Qwen3.5 has four projections, Qwen3-Next two.
 def _together(name: str, members: Sequence[str], rows: Callable[[ModelFields], Sequence[int]]) -> TensorRule:
-    """Projections that are one tensor on disk, key head by key head."""
+    """Return the rule for projections that are one tensor on disk, key head by key head."""
     return TensorRule(
         parameters=tuple(f"{BLOCK}self_attn.{member}.weight" for member in members),
         layouts=(OnDisk(names=(f"{BLOCK}linear_attn.{name}.weight",), rows=rows),),
@@ -164,7 +167,7 @@ QWEN3_5_MOE = Family(
     architecture="Qwen3_5MoeForCausalLM",
     rules=_HYBRID + _EXPERTS + _ALL_EXPERTS,
     tensors=_SHARED + _APART + PER_EXPERT + _MTP.tensors(),
-    # No layer has the dense FFN that the last of them would size.
+    # All layers have experts, so keys about dense layers are ignored.
     ignored_keys=frozenset({"output_router_logits", "intermediate_size", "mlp_only_layers"}),
     carried_tensors=_CARRIED,
     mtp=_MTP,

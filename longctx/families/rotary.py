@@ -1,6 +1,6 @@
 """Rotary positions in config.json: ``rope_theta`` and ``rope_scaling`` (transformers 4), ``rope_parameters`` (5).
 
-Both are written, both are read, and where both are there they must agree.
+Both are written and both are read; if both are present they must agree.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def rotary(
     ignored: frozenset[str] = frozenset(),
     growth_key: str = "",
 ) -> Rule:
-    """One rope for all layers.
+    """Return the rule for one rope in all layers.
 
     ``theta`` and ``default`` are the base and the scaling of a config.json that has none. ``interleaved`` (or its key)
-    says which channels are a pair. ``scales_scores`` is for families whose ``mscale_all_dim`` also scales whole scores
-    (DeepSeek); elsewhere the two mscales only make up the attention factor. ``partial`` is the share of rotary channels
-    of a config.json that names none; None for families that have all. ``size_key`` says the same as a number of
-    channels. With ``names_original`` every config.json says the length before stretching, also if there is none. Tables
-    may have the ``ignored`` keys, which say nothing of a text's positions. ``growth_key`` is that of ``query_growth``.
+    says which channels form a pair. ``scales_scores`` is for families in which ``mscale_all_dim`` also scales full
+    scores (DeepSeek); in others the two mscales only make up the attention factor. ``partial`` is the default share of
+    rotary channels; None for families that rotate all. ``size_key`` gives the same as a number of channels. With
+    ``names_original``, every config.json names the length before stretching, even if there is none. Tables may have the
+    ``ignored`` keys, which are irrelevant to a text's positions. ``growth_key`` is that of ``query_growth``.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def rotary(
         if _ORIGINAL in hf and not given:
             raise ConfigError(f"{_ORIGINAL}={shown(hf[_ORIGINAL])} in config.json goes with no rope_scaling.")
         base = _base({"rope_theta": hf} | given, theta)
-        # Each table is read by itself: they may spell one rope in two ways, and then agree as ropes.
+        # Each table is read separately: they may spell one rope in two ways, and still agree as ropes.
         found = {
             where: _rope(
                 where,
@@ -113,7 +113,7 @@ def rotary(
 
 
 def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -> Rule:
-    """A rope for full layers and a base for window layers (Gemma 3); ``kinds`` as for ``layers.windows``."""
+    """Return the rule for a rope of full layers and a base of windows (Gemma 3); ``kinds`` as in ``layers.windows``."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         _check_partial("config.json", hf)
@@ -127,7 +127,7 @@ def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -
         found = {where: _rope(where, table, hf, theta=base) for where, table in (given or {"": {}}).items()}
         of_window = {"rope_theta": hf.get("rope_local_base_freq")}
         local_base = _base({"rope_local_base_freq": of_window, "rope_parameters": local}, local_theta)
-        # Without window layers nothing reads the local base, and a field that nothing reads is refused.
+        # Without window layers the local base is not read, and a field that is not read is refused.
         if not has_windows(hf, kinds):
             local_base = 0.0
         return {"rope": _agreed(found), "local_rope_theta": local_base}
@@ -145,7 +145,7 @@ def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -
 
 
 def effective_rope(rope: Rope, rotary_size: int) -> dict[str, Any]:
-    """The fields of a rope that its kind reads; NTK-aware scaling is the default kind with a larger base."""
+    """Return the fields of a rope that its kind reads; NTK-aware scaling is the default kind with a larger base."""
     kind, theta = rope.kind, rope.theta
     if rope.kind == "ntk":
         kind, theta = "default", _grown_theta(rope, rotary_size)
@@ -181,7 +181,7 @@ def _rope(
     partial: float | None = None,
     growth_key: str = "",
 ) -> Rope:
-    """The rope that one table describes; ``partial`` and ``growth_key`` as for ``rotary``."""
+    """Return the rope that one table describes; ``partial`` and ``growth_key`` as for ``rotary``."""
     if partial is None:
         _check_partial(where, table)
         partial = 1.0
@@ -216,32 +216,32 @@ def _rope(
 
 
 def _mscales(where: str, table: Mapping[str, Any], values: dict[str, Any], scales_scores: bool) -> dict[str, Any]:
-    """DeepSeek's two weights, or the attention factor that transformers makes of them in other families."""
+    """Return DeepSeek's two weights, or the attention factor that transformers derives from them in other families."""
     given: dict[str, Any] = {"mscale": 0.0, "mscale_all_dim": 0.0}
     for key in given:
         if table.get(key) is not None:
             given[key] = _number(where, table, key)
     if scales_scores:
         return given
-    # An attention factor that is written out wins over one that follows from the two.
+    # An explicit attention factor takes precedence over one derived from the two.
     if all(given.values()) and not values.get("attention_factor"):
         return {"attention_factor": Rope(**values, **given).scale()}
     return {}
 
 
 def _original(where: str, table: Mapping[str, Any], longest: int, kind: str) -> int:
-    """The length before stretching: transformers takes max_position_embeddings where no other is there."""
+    """Return the length before stretching: max_position_embeddings if none is given, as in transformers."""
     original = table.get(_ORIGINAL)
     if original is None:
         return longest
-    # transformers stretches a dynamic rope from max_position_embeddings on, whatever the table says.
+    # transformers always stretches a dynamic rope from max_position_embeddings on, ignoring the table.
     if kind == "dynamic" and original != longest:
         raise ConfigError(f"{where}: {_ORIGINAL}={shown(original)} must be max_position_embeddings={longest}.")
     return typed(f"{where}: {_ORIGINAL}", original, "int")
 
 
 def _factor(where: str, table: Mapping[str, Any], longest: int, original: int | None) -> float:
-    """The factor, or where it is left out the growth from the original length."""
+    """Return the factor; if it is absent, the growth from the original length."""
     if table.get("factor") is not None:
         return _number(where, table, "factor")
     if not original or table.get(_ORIGINAL) is None:
@@ -250,7 +250,7 @@ def _factor(where: str, table: Mapping[str, Any], longest: int, original: int | 
 
 
 def _written(config: ModelFields, rope: Rope, *, scales_scores: bool = False) -> dict[str, Any]:
-    """The keys of both versions of transformers for one rope."""
+    """Return the keys of both versions of transformers for one rope."""
     if config.position != "rope":
         return {}
     if rope.kind == "default":
@@ -264,7 +264,7 @@ def _written(config: ModelFields, rope: Rope, *, scales_scores: bool = False) ->
         "rope_scaling": scaling,
         "rope_parameters": scaling | {"rope_theta": rope.theta},
     }
-    # transformers stretches beyond this length, whatever the table says.
+    # transformers stretches beyond this length, ignoring the table.
     if rope.kind == "dynamic":
         written["max_position_embeddings"] = rope.original_max_positions
     if rope.kind == "longrope":
@@ -273,12 +273,12 @@ def _written(config: ModelFields, rope: Rope, *, scales_scores: bool = False) ->
 
 
 def _unstretched(theta: float) -> dict[str, Any]:
-    """The keys of a rope of the default kind."""
+    """Return the keys of a rope of the default kind."""
     return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
 def _parameters(rope: Rope, longest: int, scales_scores: bool) -> dict[str, Any]:
-    """The keys of a stretched rope."""
+    """Return the keys of a stretched rope."""
     keys: dict[str, Any] = {"factor": rope.factor}
     if rope.kind in ("yarn", "longrope", "llama3"):
         keys[_ORIGINAL] = rope.original_max_positions
@@ -286,7 +286,7 @@ def _parameters(rope: Rope, longest: int, scales_scores: bool) -> dict[str, Any]
         keys |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "longrope":
         keys |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
-    # Beside longrope transformers 4 derives another factor, from the two lengths.
+    # For longrope, transformers 4 derives another factor from the two lengths.
     derives = rope.kind == "longrope" and rope.factor * rope.original_max_positions != longest
     if rope.attention_factor or derives:
         keys["attention_factor"] = rope.scale()
@@ -299,7 +299,7 @@ def _parameters(rope: Rope, longest: int, scales_scores: bool) -> dict[str, Any]
 
 
 def _grown_theta(rope: Rope, rotary_size: int) -> float:
-    """The base of fixed NTK-aware scaling, from the frequency of the slowest pair."""
+    """Return the base of fixed NTK-aware scaling, from the frequency of the slowest pair."""
     if rotary_size <= 2:
         return rope.theta
     # slowest = base^(−(size − 2) / size), solved for the base.
@@ -308,7 +308,7 @@ def _grown_theta(rope: Rope, rotary_size: int) -> float:
 
 
 def _base(tables: Mapping[str, Mapping[str, Any]], default: float) -> float:
-    """The rotary base; ConfigError where two tables name different ones."""
+    """Return the rotary base; raise ConfigError if two tables name different ones."""
     found = {}
     for where, table in tables.items():
         if table.get("rope_theta") is not None:
@@ -322,7 +322,7 @@ def _base(tables: Mapping[str, Mapping[str, Any]], default: float) -> float:
 
 
 def _agreed(found: dict[str, Rope]) -> Rope:
-    """The one rope of all tables; ConfigError where two differ."""
+    """Return the common rope of all tables; raise ConfigError if two differ."""
     first, *others = found.values()
     if any(other != first for other in others):
         raise ConfigError(f"config.json contradicts itself: {found}. Keep one of them.")
@@ -330,7 +330,7 @@ def _agreed(found: dict[str, Rope]) -> Rope:
 
 
 def _kind(where: str, table: Mapping[str, Any]) -> str:
-    """The table's kind of rope; ConfigError for one that this decoder does not have."""
+    """Return the table's kind of rope; raise ConfigError if this decoder does not support it."""
     named = {table[key] for key in ("rope_type", "type") if key in table}
     kind = next(iter(named), "default")
     if len(named) > 1 or kind not in _KEYS:
@@ -339,7 +339,7 @@ def _kind(where: str, table: Mapping[str, Any]) -> str:
 
 
 def _nested(parameters: Any) -> Mapping[str, Any]:
-    """Gemma 3's ``rope_parameters``: a table for each kind of layer."""
+    """Return Gemma 3's ``rope_parameters``: a table for each kind of layer."""
     if parameters is None:
         return {}
     if not isinstance(parameters, dict) or set(parameters) - {FULL, WINDOW}:
@@ -350,7 +350,7 @@ def _nested(parameters: Any) -> Mapping[str, Any]:
 
 
 def _table(where: str, value: Any) -> Mapping[str, Any]:
-    """A table of rope settings; ConfigError for anything else."""
+    """Return a table of rope settings; raise ConfigError for anything else."""
     if not isinstance(value, dict):
         raise ConfigError(
             f"{where}={shown(value)} is not supported by this decoder; supported: a table with rope_type."
@@ -359,7 +359,7 @@ def _table(where: str, value: Any) -> Mapping[str, Any]:
 
 
 def _with_original(hf: HfConfig, table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The table with the original length that config.json has beside it, where it has one."""
+    """Return the table with the original length from the top level of config.json, if it has one."""
     if _ORIGINAL not in hf:
         return table
     if table.get(_ORIGINAL, hf[_ORIGINAL]) != hf[_ORIGINAL]:
@@ -368,13 +368,13 @@ def _with_original(hf: HfConfig, table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_stretched(hf: HfConfig) -> bool:
-    """Whether a table of the config.json names another rope than the default."""
+    """Return whether a table of the config.json names a rope other than the default."""
     tables = [_table(where, hf[where]) for where in _TABLE_KEYS if hf.get(where)]
     return any(_kind("rope", table) != "default" for table in tables)
 
 
 def _without_original(hf: HfConfig) -> HfConfig:
-    """The config.json without the length before stretching, in its tables either."""
+    """Return the config.json without the length before stretching, in its tables too."""
     found = {key: value for key, value in hf.items() if key != _ORIGINAL}
     for where in _TABLE_KEYS:
         if isinstance(hf.get(where), Mapping):
@@ -383,24 +383,24 @@ def _without_original(hf: HfConfig) -> HfConfig:
 
 
 def _with_partial(written: dict[str, Any], partial: float) -> dict[str, Any]:
-    """The written keys with the share of rotary channels: transformers 4 has it beside the table, 5 inside."""
+    """Return the written keys with the share of rotary channels: next to the table for transformers 4, in it for 5."""
     tables = {where: {**written[where], _PARTIAL: partial} for where in _TABLE_KEYS if written.get(where)}
     return {**written, **tables, _PARTIAL: partial}
 
 
 def _check_partial(where: str, table: Mapping[str, Any]) -> None:
-    """ConfigError for rotary positions on some channels only, which no family of the table has."""
+    """Raise ConfigError for rotary positions on a part of the channels, which no such family has."""
     if table.get("partial_rotary_factor", 1.0) not in (1.0, None):
         partial = table["partial_rotary_factor"]
         raise ConfigError(f"partial_rotary_factor={shown(partial)} ({where}) is not supported here; supported: 1.0.")
 
 
 def _number(where: str, table: Mapping[str, Any], key: str) -> float:
-    """A key's number; ConfigError for anything else."""
+    """Return a key's number; raise ConfigError for anything else."""
     return typed(f"{where}: {key}", table.get(key), "float")
 
 
 def _numbers(where: str, table: Mapping[str, Any], key: str) -> tuple[float, ...]:
-    """A key's list of numbers; ConfigError for anything else."""
+    """Return a key's list of numbers; raise ConfigError for anything else."""
     numbers = typed(f"{where}: {key}", table.get(key), "list")
     return tuple(typed(f"{where}: an entry of {key}", number, "float") for number in numbers)

@@ -1,4 +1,4 @@
-"""The usual rules between keys of config.json and fields of ModelFields, to be put together into a family's table."""
+"""Common rules between keys of config.json and fields of ModelFields, to be combined into a family's table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TYPES = {f.name: f.type for f in fields(ModelFields)}
 
 
 def same(key: str, name: str, *, default: Any = REQUIRED, also: tuple[str, ...] = (), least: float = -math.inf) -> Rule:
-    """A key that is the field ``name``; ``also`` are other keys for it, which are read and not written."""
+    """Return the rule for a key that is the field ``name``; ``also`` are other keys for it, read but not written."""
 
     keys = (key, *also)
 
@@ -38,7 +38,7 @@ def same(key: str, name: str, *, default: Any = REQUIRED, also: tuple[str, ...] 
 
 
 def optional(key: str, name: str, *, default: Any = REQUIRED) -> Rule:
-    """A key that is the field ``name``, where null is 0."""
+    """Return the rule for a key that is the field ``name``, with null for 0."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = first_of(hf, (key,), default)
@@ -50,7 +50,7 @@ def optional(key: str, name: str, *, default: Any = REQUIRED) -> Rule:
 
 
 def only(key: str, *supported: Any, absent: Any = REQUIRED, written: bool = True) -> Rule:
-    """A key with no choice but ``supported``, of which the first is written, and is meant when it is absent."""
+    """Return the rule for a key that allows only ``supported``; the first is written, and meant by absence."""
 
     if absent is REQUIRED:
         absent = supported[0]
@@ -61,7 +61,7 @@ def only(key: str, *supported: Any, absent: Any = REQUIRED, written: bool = True
 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = hf.get(key, absent)
-        # In Python True equals 1 and False equals 0.0; in a config.json they are other words.
+        # In Python True equals 1 and False equals 0.0; in a config.json they are different values.
         if not any(value == s and isinstance(value, bool) == isinstance(s, bool) for s in supported):
             choices = " or ".join(_spelled(s) for s in supported)
             raise ConfigError(f"{key}={shown(value)} is not supported by this decoder; supported: {choices}.")
@@ -71,22 +71,22 @@ def only(key: str, *supported: Any, absent: Any = REQUIRED, written: bool = True
 
 
 def _spelled(value: Any) -> str:
-    """A supported value as a message names it."""
+    """Return a supported value as text for a message."""
     if value is None:
         return "absent"
     return repr(value)
 
 
 def constant(**values: Any) -> Rule:
-    """Fields that the family leaves no choice in."""
+    """Return the rule for fields with a fixed value in the family."""
     return Rule(read=lambda _: values)
 
 
 def translated(key: str, name: str, meanings: dict[str, str], *, default: Any = REQUIRED) -> Rule:
-    """A key whose values have other names in the field ``name``.
+    """Return the rule for a key with other names for the values of the field ``name``.
 
-    Of several with one meaning the first is written. Where none has it, the first of all is written: it reads back as
-    another value, by which the loss is found.
+    Of several names with one meaning the first is written. If none has it, the first of all is written: it reads back
+    as another value, so the loss is detected.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -103,18 +103,18 @@ def translated(key: str, name: str, meanings: dict[str, str], *, default: Any = 
 
 
 def both_biases(default: bool) -> Rule:
-    """One key for the biases of all four projections of attention."""
+    """Return the rule for one key that sets the biases of all four attention projections."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = typed("attention_bias", first_of(hf, ("attention_bias",), default), "bool")
         return {"qkv_bias": value, "o_bias": value}
 
-    # A config whose output bias differs reads back as another, by which the loss is found.
+    # A config with a different output bias reads back as another, so the loss is detected.
     return Rule(keys=("attention_bias",), read=read, write=lambda config: {"attention_bias": config.qkv_bias})
 
 
 def kv_heads(*, default_is_heads: bool = False) -> Rule:
-    """Key/value heads; null, and absence where the family says so, is as many as query heads."""
+    """Return the rule for key/value heads; null, and absence if the family says so, means as many as query heads."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         key = "num_key_value_heads"
@@ -130,7 +130,7 @@ def kv_heads(*, default_is_heads: bool = False) -> Rule:
 
 
 def head_dim(default: int | None = None) -> Rule:
-    """Width of a head; null, and absence unless there is a default, is hidden_size over the heads."""
+    """Return the rule for the head size; null, and absence without a default, means hidden_size over the heads."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = first_of(hf, ("head_dim",), default)
@@ -142,7 +142,7 @@ def head_dim(default: int | None = None) -> Rule:
 
 
 def divided_head_dim(width: str = "hidden_size", heads: str = "num_attention_heads") -> Rule:
-    """Heads that share the model width among them; the key is read where it says the same."""
+    """Return the rule for heads that share the model width; the key is accepted if it says the same."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         divided = width_over_heads(hf, width, heads)
@@ -154,7 +154,10 @@ def divided_head_dim(width: str = "hidden_size", heads: str = "num_attention_hea
 
 
 def width_of_heads(family: str) -> Rule:
-    """ConfigError on writing a model width that is no multiple of the head count, for transformers refuses it."""
+    """Return the rule that raises ConfigError on writing a width that the head count does not divide.
+
+    transformers refuses such a model.
+    """
 
     def write(config: ModelFields) -> dict[str, Any]:
         if config.hidden_size % config.num_heads:
@@ -169,7 +172,7 @@ def width_of_heads(family: str) -> Rule:
 
 
 def all_heads(width: str = "hidden_size", heads: str = "num_attention_heads") -> Rule:
-    """Keys and values have as many heads as queries, and the heads share the width."""
+    """Return the rule for keys and values with as many heads as queries, which share the width."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         size, count = integer(hf, width), integer(hf, heads)
@@ -181,9 +184,9 @@ def all_heads(width: str = "hidden_size", heads: str = "num_attention_heads") ->
 
 
 def left_out_dropout(key: str, usual: float = 0.1, *, what: str = "attention weights") -> Rule:
-    """Dropout of ``what``, ``usual`` where the key is absent: never done here, of which a warning is enough.
+    """Return the rule for dropout of ``what``, ``usual`` if the key is absent; it is never applied here.
 
-    It matters in training only.
+    A warning is enough, because it matters only in training.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -196,7 +199,7 @@ def left_out_dropout(key: str, usual: float = 0.1, *, what: str = "attention wei
 
 
 def of_both_stacks(encoder: str, decoder: str, name: str) -> Rule:
-    """A key of the encoder and one of the decoder, which are one field here and must say the same."""
+    """Return the rule for a key of the encoder and one of the decoder that are one field here and must agree."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         first, second = integer(hf, encoder), integer(hf, decoder)
@@ -214,7 +217,7 @@ def of_both_stacks(encoder: str, decoder: str, name: str) -> Rule:
 
 
 def width_over_heads(hf: HfConfig, width: str = "hidden_size", heads: str = "num_attention_heads") -> int:
-    """The model width over the heads."""
+    """Return the model width over the heads."""
     size, count = integer(hf, width), integer(hf, heads)
     if count < 1:
         raise ConfigError(f"{heads}={count} in config.json must be at least 1.")
@@ -222,7 +225,7 @@ def width_over_heads(hf: HfConfig, width: str = "hidden_size", heads: str = "num
 
 
 def integer(hf: HfConfig, key: str, default: Any = REQUIRED) -> int:
-    """A key's value, which must be a whole number."""
+    """Return a key's value, which must be an integer."""
     value = typed(key, first_of(hf, (key,), default), "int")
     if abs(value) > MOST_INTEGER:
         raise ConfigError(f"{key}={shown(value)} in config.json is no size of a model: at most {MOST_INTEGER:,}.")
@@ -230,7 +233,7 @@ def integer(hf: HfConfig, key: str, default: Any = REQUIRED) -> int:
 
 
 def layer_count(hf: HfConfig) -> int:
-    """The number of layers, of which lists with an entry a layer are made."""
+    """Return the number of layers, checked before lists with an entry per layer are made."""
     count = integer(hf, "num_hidden_layers")
     if not 1 <= count <= MOST_LAYERS:
         raise ConfigError(f"num_hidden_layers={count} in config.json must lie between 1 and {MOST_LAYERS:,}.")
@@ -238,7 +241,7 @@ def layer_count(hf: HfConfig) -> int:
 
 
 def first_of(hf: HfConfig, keys: tuple[str, ...], default: Any = REQUIRED) -> Any:
-    """The value of the keys that are there; ConfigError where two differ, or none is there and one is needed."""
+    """Return the common value of the present keys; raise ConfigError if two differ, or if a required one is missing."""
     # Versions of transformers differ in the key; a file that passed through two of them may have both.
     found = {key: hf[key] for key in keys if key in hf}
     if len({repr(value) for value in found.values()}) > 1:
@@ -249,10 +252,10 @@ def first_of(hf: HfConfig, keys: tuple[str, ...], default: Any = REQUIRED) -> An
 
 
 def typed(key: str, value: Any, kind: str) -> Any:
-    """The value as the type of that name; ConfigError for another one. Whole numbers pass for fractions."""
+    """Return the value if it has the type of that name, else raise ConfigError. Integers are accepted for floats."""
     if kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    # By name and not by isinstance: in Python True is an int.
+    # By name, not by isinstance: in Python True is an int.
     if type(value).__name__ != kind:
         raise ConfigError(f"{key}={shown(value)} in config.json must be of type {kind}.")
     return value
@@ -290,9 +293,9 @@ NO_ATTENTION_DROPOUT = only("attention_dropout", 0.0, None)
 def llama_like(
     *others: Rule, eps: float = 1e-6, tied: bool = False, no_dropout: Rule = NO_ATTENTION_DROPOUT
 ) -> tuple[Rule, ...]:
-    """Rules of all families with RMSNorm and gated FFNs, and behind them a family's ``others``.
+    """Return the rules of all families with RMSNorm and gated FFNs, followed by a family's ``others``.
 
-    ``eps`` and ``tied`` are what keys mean that are absent; ``no_dropout`` is for a family with another class default.
+    ``eps`` and ``tied`` are defaults of absent keys; ``no_dropout`` is for a family with another class default.
     """
     return (
         *SIZES,

@@ -1,4 +1,4 @@
-"""The parts of a family's table. Every entry serves both directions."""
+"""Components of a family's table. Every entry serves both directions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ IGNORED_KEYS = frozenset(
     (
         # Checked by ``config_from_hf`` itself, or read by ``conversion``.
         "architectures", "model_type", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
-        # Where the file comes from, and how transformers runs it.
+        # Origin of the file, and options of transformers for running it.
         "transformers_version", "_name_or_path", "auto_map", "use_cache", "cache_implementation", "output_attentions",
         "output_hidden_states", "return_dict", "chunk_size_feed_forward", "_attn_implementation_autoset",
         "_attn_implementation", "attn_implementation",
-        # Of classifiers, which a decoder is not.
+        # From classifiers, which a decoder is not.
         "id2label", "label2id", "problem_type",
     )
 )  # fmt: skip
@@ -38,7 +38,7 @@ and last in any case."""
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Keys of config.json and the fields of ModelFields that they mean."""
+    """Keys of config.json and the fields of ModelFields that they determine."""
 
     keys: tuple[str, ...] = ()
     """Every key that the rule looks at; a key that no rule of a family names is refused."""
@@ -50,10 +50,10 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class OnDisk:
-    """One way in which parameters are stored in files.
+    """One way to store parameters in files.
 
-    The parameters, one after the other along their first axis, go through ``steps`` (``tensors.STEPS``) and are then
-    cut, flat, into the tensors of these names.
+    The parameters, concatenated along their first axis, go through ``steps`` (``tensors.STEPS``) and are then flattened
+    and cut into the tensors of these names.
     """
 
     names: tuple[str, ...]
@@ -68,7 +68,7 @@ class OnDisk:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRule:
-    """Parameters whose names or layouts differ from the decoder's own."""
+    """Parameters with other names or layouts on disk than the decoder's own."""
 
     parameters: tuple[str, ...]
     layouts: tuple[OnDisk, ...]
@@ -81,7 +81,7 @@ class TensorRule:
 
 @dataclass(frozen=True, kw_only=True)
 class MtpOnDisk:
-    """Where a family's files have blocks for multi-token prediction, the k-th of them behind the last layer."""
+    """Names on disk of a family's blocks for multi-token prediction, which follow the last layer."""
 
     key: str
     """Key that says how many there are."""
@@ -100,7 +100,7 @@ class MtpOnDisk:
     """Blocks that files can have."""
 
     def count(self) -> Rule:
-        """Return the rule of the key."""
+        """Return the rule for the key."""
         key, most = self.key, self.most
 
         def read(hf: HfConfig) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class MtpOnDisk:
         return Rule(keys=(key,), read=read, write=lambda config: {key: config.mtp_layers})
 
     def tensors(self) -> tuple[TensorRule, ...]:
-        """Return the rules of what is no part of a block like others."""
+        """Return the rules for tensors that an ordinary block does not have."""
         return tuple(tensor(ours, theirs) for ours, theirs in zip(MTP_PARTS, self.others, strict=True))
 
 
@@ -121,7 +121,7 @@ MTP_PARTS = tuple(f"model.mtp.{{layer}}.{name}.weight" for name in ("join.enorm"
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Everything in which one Hugging Face architecture differs from another."""
+    """Differences of one Hugging Face architecture from the others."""
 
     model_type: str
     architecture: str
@@ -158,7 +158,7 @@ class Family:
     """Whether transformers 5 loads the family's own tokenizer class, whatever tokenizer_config.json says."""
 
 
-# --- how routed experts are stored on disk ---
+# --- storage of routed experts on disk ---
 
 BLOCK = "model.layers.{layer}."
 ENCODER_BLOCK = "encoder.layers.{layer}."
@@ -167,7 +167,7 @@ MLP = BLOCK + "mlp."
 
 
 def per_expert(gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    """A tensor for each expert and projection, as transformers saves them; and the fused ones of its memory, too."""
+    """Return the rules for one tensor per expert and projection, as saved by transformers, or for fused ones."""
     return (
         _stacked("mlp.experts.gate_up_proj", (gate, up)),
         _stacked("mlp.experts.down_proj", (down,)),
@@ -175,7 +175,7 @@ def per_expert(gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
 
 
 def _stacked(name: str, parts: tuple[str, ...]) -> TensorRule:
-    """A parameter of all experts: on disk a tensor for each part of each expert, or the parameter itself."""
+    """Return the rule for a parameter of all experts: on disk one tensor per part and expert, or one for all."""
     return TensorRule(
         parameters=(BLOCK + name,),
         layouts=(OnDisk(names=tuple(BLOCK + part for part in parts)), OnDisk(names=(BLOCK + name,))),
@@ -183,12 +183,12 @@ def _stacked(name: str, parts: tuple[str, ...]) -> TensorRule:
 
 
 def renamed(ours: str, *theirs: str, of_layer: Callable[[ModelFields, int], bool] = lambda *_: True) -> TensorRule:
-    """A parameter of a block under other names, the first of which is written."""
+    """Return the rule for a parameter of a block under other names, the first of which is written."""
     return replace(tensor(BLOCK + ours, *(BLOCK + name for name in theirs)), of_layer=of_layer)
 
 
 def tensor(ours: str, *theirs: str, holds: Callable[[ModelFields], bool] = lambda _: True) -> TensorRule:
-    """A parameter under other names, the first of which is written."""
+    """Return the rule for a parameter under other names, the first of which is written."""
     return TensorRule(parameters=(ours,), layouts=tuple(OnDisk(names=(name,)) for name in theirs), holds=holds)
 
 

@@ -1,6 +1,7 @@
-"""T5, version 1.0 and 1.1: an encoder beside the decoder, RMSNorm before each part, a bias of distances in each stack.
+"""T5, version 1.0 and 1.1: an encoder and a decoder, RMSNorm before each part, a bias of distances in each stack.
 
-Scores are not scaled. In 1.0 the head is the table, and logits are scaled; 1.1 has a head of its own and a gated FFN.
+Scores are not scaled. In 1.0 the head is the embedding table, and logits are scaled; 1.1 has a separate head and a
+gated FFN.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from longctx.families.rules import constant, integer, only, same, translated, ty
 from longctx.families.spec import BLOCK, ENCODER_BLOCK, TARGET_ID_KEYS, Family, HfConfig, Rule, TensorRule, tensor
 from longctx.untrusted.reading import shown
 
-# By "gated-gelu" transformers means the tanh formula, and by "gelu" the other one.
+# In transformers "gated-gelu" is the tanh formula, and "gelu" the other one.
 _ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -28,7 +29,7 @@ _ACTIVATIONS = {
 
 
 def _says_the_same() -> Rule:
-    """ConfigError where what newer files say of the activation beside its name is something else."""
+    """Return the rule that raises ConfigError if newer keys contradict the name of the activation."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         word = hf.get("feed_forward_proj", "relu")
@@ -47,7 +48,7 @@ def _says_the_same() -> Rule:
 
 
 def _decoder_layers() -> Rule:
-    """Layers of the decoder; null is as many as the encoder's."""
+    """Return the rule for the number of decoder layers; null means as many as in the encoder."""
     key = "num_decoder_layers"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -59,9 +60,9 @@ def _decoder_layers() -> Rule:
 
 
 def _head() -> Rule:
-    """A head that is the table has scaled logits; one of its own has not.
+    """Return the rule for the head: a tied head has scaled logits, a separate one does not.
 
-    transformers 5 writes ``tie_word_embeddings`` as true of either, and the scale beside it.
+    transformers 5 writes ``tie_word_embeddings`` as true in both cases, and the scale as a separate key.
     """
     tied_key, scaled_key = "tie_word_embeddings", "scale_decoder_outputs"
 
@@ -94,7 +95,7 @@ _RULES = (
     same("n_positions", "max_positions", default=512),
     same("relative_attention_num_buckets", "relative_buckets", default=32),
     same("relative_attention_max_distance", "relative_max_distance", default=128),
-    # There it drops attention's weights and the FFN's inner values too.
+    # transformers also drops attention weights and inner values of the FFN.
     same("dropout_rate", "residual_dropout", default=0.1),
     same("layer_norm_epsilon", "norm_eps", default=1e-6),
     translated("feed_forward_proj", "activation", _ACTIVATIONS, default="relu"),
@@ -102,7 +103,7 @@ _RULES = (
     _head(),
     only("is_encoder_decoder", True),
     only("is_decoder", False, written=False),
-    # transformers 5 takes the side of every mask from it.
+    # transformers 5 derives the direction of every mask from it.
     only("is_causal", None, written=False),
     only("per_layer_config", None, written=False),
 )
@@ -113,7 +114,7 @@ def _is_gated(config: ModelFields) -> bool:
 
 
 def _of_stack(block: str, theirs: str) -> tuple[TensorRule, ...]:
-    """The tensors of a stack's layers, of which the first holds the table of distances for all."""
+    """Return the rules for the tensors of a stack's layers; the first layer holds the table of distances for all."""
     parts = [("self_attn", "SelfAttention", "input_layernorm")]
     if block == BLOCK:
         parts.append(("cross_attn", "EncDecAttention", "cross_layernorm"))
@@ -141,7 +142,7 @@ def _of_stack(block: str, theirs: str) -> tuple[TensorRule, ...]:
 
 _ENDS = (
     tensor("model.embed_tokens.weight", "shared.weight"),
-    # transformers 5 makes new models without a scale whose head is the table.
+    # transformers 5 creates new models without a scale, with the embedding table as head.
     tensor("lm_head.weight", "lm_head.weight", "shared.weight"),
 )
 
@@ -150,9 +151,9 @@ T5 = Family(
     architecture="T5ForConditionalGeneration",
     rules=_RULES,
     tensors=_ENDS + _of_stack(BLOCK, "decoder") + _of_stack(ENCODER_BLOCK, "encoder"),
-    # How weights start there, of classifiers, and of releases before 2021.
+    # Weight initialisation there, and keys from classifiers and from releases before 2021.
     ignored_keys=frozenset(TARGET_ID_KEYS) | {"initializer_factor", "classifier_dropout", "output_past"},
-    # A table that nothing reads.
+    # An unused table.
     ignored_tensors=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     copies={f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")},
     auto_class="AutoModelForSeq2SeqLM",

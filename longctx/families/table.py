@@ -1,4 +1,4 @@
-"""Every family that can be read and written, in the order in which one is looked for."""
+"""All supported families, in search order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from longctx.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from longctx.families.spec import Family
 from longctx.families.t5 import T5
 
-# Of several families that can be one model the first is written: the type that most programs know.
+# If several families can be one model, the first is written: the type that most programs know.
 _ALL = (
     LLAMA,
     MISTRAL,

@@ -1,4 +1,4 @@
-"""Text models within a model of several parts: Gemma 3 and 4, Mistral Small 3, Qwen3.5 beside a vision tower.
+"""Text models within a model of several parts: Gemma 3 and 4, Mistral Small 3, Qwen3.5 with a vision tower.
 
 The config.json of such a model has its text model's under ``text_config``. The text model is a family of
 ``families.table``; tensors of the other parts, and the keys that describe them, are carried from import to export.
@@ -28,7 +28,7 @@ _PLAIN, _PLAIN_HEAD = "model.", "lm_head."
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
-    """One way in which the tensors of the parts are named."""
+    """One naming scheme for the tensors of the parts."""
 
     text: str
     """What stands for ``model.`` of a text model alone."""
@@ -42,19 +42,19 @@ class Naming:
         return re.compile("|".join(map(re.escape, self.others)))
 
     def is_other(self, name: str) -> bool:
-        """Return whether a tensor belongs to another part than the text model."""
+        """Return whether a tensor belongs to a part other than the text model."""
         return self._others.match(name) is not None
 
     def plain(self, name: str) -> str:
-        """Return the name that a tensor has in a text model alone; that of another part stays."""
-        # Other parts first: their names may begin as the text model's do.
+        """Return the name of a tensor in a standalone text model; names of other parts are unchanged."""
+        # Other parts first: their names may begin like the text model's.
         for wrapped, plain in ((self.text, _PLAIN), (self.head, _PLAIN_HEAD)):
             if name.startswith(wrapped) and not self.is_other(name):
                 return plain + name.removeprefix(wrapped)
         return name
 
     def wrapped(self, name: str) -> str:
-        """Return the name that ``plain`` was made of."""
+        """Return the original of a name returned by ``plain``."""
         for wrapped, plain in ((self.text, _PLAIN), (self.head, _PLAIN_HEAD)):
             if name.startswith(plain) and not self.is_other(name):
                 return wrapped + name.removeprefix(plain)
@@ -63,7 +63,7 @@ class Naming:
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper:
-    """A model type whose text model can be trained."""
+    """Model type with a text model that can be trained."""
 
     model_type: str
     architecture: str
@@ -80,10 +80,10 @@ class Wrapper:
     auto_class: str = "AutoModelForImageTextToText"
 
     def naming_of(self, names: Iterable[str]) -> Naming:
-        """Return the naming of a folder with tensors of these names, of the text model or of others."""
+        """Return the naming of a folder with tensors of these names, of the text model or of other parts."""
         names = list(names)
         fitting = (one for one in self.namings if any(one.is_other(n) or one.plain(n) != n for n in names))
-        # Neither parts nor a text model under such names: what is there is said by the checks of names.
+        # Neither parts nor a text model have such names: the checks of names report the tensors.
         return next(fitting, self.namings[0])
 
 
@@ -157,7 +157,7 @@ _ALL = (
             {"vision_config", "image_token_index", "projector_hidden_act", "vision_feature_layer"}
             | {"multimodal_projector_bias", "spatial_merge_size"}
         ),
-        # transformers ties nothing where a file has two matrices, and these files have.
+        # transformers ties nothing if a file has two matrices, and these files have.
         ties=False,
     ),
     Wrapper(
@@ -185,7 +185,7 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 def wrapper_of(config: HfConfig) -> Wrapper | None:
-    """Return what wraps the text model of a config.json; None if it is a text model's own."""
+    """Return the wrapper of a config.json's text model; None if it is for a standalone text model."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         return None
@@ -195,9 +195,8 @@ def wrapper_of(config: HfConfig) -> Wrapper | None:
 def unwrapped(config: HfConfig) -> dict[str, Any]:
     """Return the text model's config: the ``text_config`` of a wrapped one, completed, or the config itself.
 
-    Its ``model_type`` is that of a family, where the config's is another name of one.
-
-    ConfigError where the text model is none that is read here, and for keys beside it whose meaning nobody knows.
+    Its ``model_type`` is that of a family, even if the config uses an alias. Raise ConfigError if the text model is not
+    supported, and for unknown keys next to it.
     """
     wrapper = wrapper_of(config)
     if wrapper is None:
@@ -206,7 +205,7 @@ def unwrapped(config: HfConfig) -> dict[str, Any]:
             return {**config, "model_type": ALIASES[model_type]}
         return dict(config)
     _check_around(config, wrapper)
-    # The table itself is a stranger's, as everything in the file is.
+    # The table itself is untrusted, like everything in the file.
     text = config.get(TEXT)
     if not isinstance(text, dict):
         raise ConfigError(f"{TEXT}={shown(text)} in a {wrapper.model_type} config.json must be a table.")
@@ -216,7 +215,7 @@ def unwrapped(config: HfConfig) -> dict[str, Any]:
             f"{TEXT}.model_type={shown(found['model_type'])} is not supported within {wrapper.model_type}; supported: "
             f"{', '.join(wrapper.text_types)}."
         )
-    # The whole model's word counts, and not that of a part.
+    # The full model's value counts, not that of a part.
     found[_TIE] = config.get(_TIE, text.get(_TIE, wrapper.ties))
     # A text model in it has another class, or none.
     found.pop("architectures", None)
@@ -224,14 +223,14 @@ def unwrapped(config: HfConfig) -> dict[str, Any]:
 
 
 def _check_around(config: HfConfig, wrapper: Wrapper) -> None:
-    """ConfigError for another class, and for keys beside the text model that are not known."""
+    """Raise ConfigError for another class, and for unknown keys next to the text model."""
     if config.get("architectures") not in (None, [wrapper.architecture]):
         raise ConfigError(
             f"architectures={shown(config['architectures'])} is not supported; {wrapper.model_type} means "
             f"{wrapper.architecture}."
         )
     known = wrapper.keys | IGNORED_KEYS | {TEXT, _TIE, _QUANTIZED}
-    # Keys that only say how transformers runs a model mean nothing to it either.
+    # Keys that only control how transformers runs a model are irrelevant here too.
     unknown = sorted(key for key in set(config) - known if not is_leftover(key, config[key]))
     if unknown:
         listed = ", ".join(f"{printable(key)}={shown(config[key])}" for key in unknown[:12])
@@ -242,8 +241,8 @@ def _check_around(config: HfConfig, wrapper: Wrapper) -> None:
 
 
 def rewrapped(original: HfConfig, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a wrapped model whose text model has this one; other parts are as in ``original``."""
-    # Where the classes of the text model and of the whole differ, the whole model's is the one that loads it.
+    """Return the config.json of a wrapped model with this text model; other parts are as in ``original``."""
+    # If the classes of the text model and of the full model differ, the full model's is the one that loads it.
     found = {**original, TEXT: {key: value for key, value in text.items() if key != "architectures"}}
     # Exports are not quantised.
     found.pop(_QUANTIZED, None)

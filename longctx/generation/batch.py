@@ -1,7 +1,7 @@
-"""Continue many prompts, several at a time: one that has ended leaves, and the next one enters.
+"""Continuation of many prompts, several at a time: when one ends, the next one enters.
 
-Prompts that enter are read together, chunk by chunk. Then the tokens of all that are under way are read together, one
-of each a step, whatever their lengths: none waits for another to end.
+Prompts that enter are read together, chunk by chunk. Then the active sequences advance together by one token per step,
+regardless of their lengths: none waits for another to end.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def generate_batch(
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield (index of the prompt, its new tokens), each as soon as it has ended.
 
-    The tokens are those that ``generate`` gives for the prompt alone: each is sampled from the strategy's seed on.
-    ``max_sequences`` are under way at most, each with a cache of its own. Beams search for one prompt after another.
-    Of a model with an encoder ``sources`` has what it reads for each prompt.
-    Processes that share the model's sequences call this alike. A request that cannot be served fails at the call.
+    The tokens equal those of ``generate`` for the prompt alone: each is sampled from the strategy's seed. At most
+    ``max_sequences`` are active, each with its own cache. Beam search handles one prompt after another. For a model
+    with an encoder, ``sources`` has the encoder's input for each prompt. All processes that share the model's sequences
+    must make the same call. An invalid request fails at the call.
     """
     request = Request(
         max_new_tokens=max_new_tokens,
@@ -73,7 +73,7 @@ def generate_batch(
 
 
 def _forgetting(model: Decoder, found: Iterator[tuple[int, list[int]]]) -> Iterator[tuple[int, list[int]]]:
-    """Yield what is found; the keys of the sources that the last sequences read go with the last of them."""
+    """Yield the results, and free the keys of the last sequences' sources at the end."""
     try:
         yield from found
     finally:
@@ -82,7 +82,7 @@ def _forgetting(model: Decoder, found: Iterator[tuple[int, list[int]]]) -> Itera
 
 @dataclass(frozen=True, eq=False)
 class _Sequence:
-    """A prompt that is under way."""
+    """Active prompt."""
 
     index: int
     continuation: Continuation
@@ -98,7 +98,7 @@ def _continued(
     max_sequences: int,
 ) -> Iterator[tuple[int, list[int]]]:
     new_cache = model.new_caches(min(max_sequences, len(prompts)))
-    # A list gives its last element fastest.
+    # Removing the last element of a list is fastest.
     waiting = list(reversed(range(len(prompts))))
     under_way: list[_Sequence] = []
     while waiting or under_way:
@@ -114,7 +114,7 @@ def _continued(
         under_way += entering
         ended = _ended(under_way)
         yield from ended
-        # A first token may be the last: then the next prompt enters before the others go on.
+        # A first token may be the last: then the next prompt enters before the others continue.
         if under_way and not ended:
             new_ids = [_unread(model, sequence, prompts) for sequence in under_way]
             caches = [sequence.cache for sequence in under_way]
@@ -123,7 +123,7 @@ def _continued(
 
 
 def _unread(model: Decoder, sequence: _Sequence, prompts: Sequence[Sequence[int]]) -> list[int]:
-    """The ids that the sequence's cache lacks: its newest token, or all where the cached ones have to be read again."""
+    """Return the ids missing from the sequence's cache: its newest token, or all if it has to be read again."""
     ids = sequence.continuation.ids
     if not starts_over(model, sequence.cache, 1):
         return ids[-1:]
@@ -132,7 +132,7 @@ def _unread(model: Decoder, sequence: _Sequence, prompts: Sequence[Sequence[int]
 
 
 def _enter(model: Decoder, request: Request, sequences: list[_Sequence], prompts: Sequence[Sequence[int]]) -> None:
-    """Read the prompts of these sequences, together, and choose their first tokens."""
+    """Read the prompts of these sequences together, and choose their first tokens."""
     reading = [sequence for sequence in sequences if not sequence.continuation.has_ended]
     if reading:
         ids, caches = [prompts[sequence.index] for sequence in reading], [sequence.cache for sequence in reading]
@@ -148,14 +148,14 @@ def _add_tokens(request: Request, sequences: list[_Sequence], logits_NV: Tensor)
             return logits_NV.argmax(-1).tolist()
         return [of_one.choose(logits_V) for of_one, logits_V in zip(continuations, logits_NV, strict=True)]
 
-    # One message for all sequences, where processes share them.
+    # One message for all sequences, if processes share them.
     tokens = sequences[0].cache.once(choose, len(sequences))
     for of_one, token in zip(continuations, tokens, strict=True):
         of_one.add(token)
 
 
 def _ended(under_way: list[_Sequence]) -> list[tuple[int, list[int]]]:
-    """Take out the sequences that have ended: index and tokens of each."""
+    """Remove the ended sequences and return index and tokens of each."""
     ended = [sequence for sequence in under_way if sequence.continuation.has_ended]
     under_way[:] = [sequence for sequence in under_way if not sequence.continuation.has_ended]
     for sequence in ended:

@@ -1,6 +1,6 @@
-"""Beam search: the continuation with the best score, its log-likelihood over its length to the power of a penalty.
+"""Beam search: the continuation with the best score, its log-likelihood over a power of its length.
 
-The rules are those of transformers' ``generate``, in float32 and in its order, so that the same beams win.
+The rules follow transformers' ``generate``, in float32 and in the same order, so that the same beams win.
 
 Axes: N beams, V vocabulary, C candidates.
 """
@@ -23,7 +23,7 @@ _NEVER = -1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Beams:
-    """Search with this many beams."""
+    """Beam search with this many beams."""
 
     num_beams: int
     length_penalty: float = 1.0
@@ -40,7 +40,7 @@ class Beams:
 
 
 class Beam(NamedTuple):
-    """What a beam is continued by."""
+    """Next step of a beam."""
 
     parent: int
     """Index of the beam, among those of the step before, that it goes on from."""
@@ -48,21 +48,21 @@ class Beam(NamedTuple):
 
 
 class BeamSearch:
-    """The state of one search, without the model: log-probabilities in, the next step's beams out."""
+    """State of one search, without the model: it takes log-probabilities and returns the beams of the next step."""
 
     def __init__(
         self, beams: Beams, max_new_tokens: int, has_ended: Callable[[Sequence[int]], bool], num_stop_ids: int
     ) -> None:
-        """``has_ended`` says of new tokens whether they are a whole continuation."""
+        """Set up the search. ``has_ended`` returns whether new tokens form a complete continuation."""
         N = beams.num_beams
         self.beams = beams
         self.running: list[list[int]] = [[] for _ in range(N)]
         """The new tokens of each beam."""
         self._max_new_tokens = max_new_tokens
         self._has_ended = has_ended
-        # Enough candidates that some go on, whatever ends.
+        # Enough candidates that some continue, even if others end.
         self._num_candidates = max(2, 1 + num_stop_ids) * N
-        # All beams are the prompt at first: only one of them may be continued.
+        # All beams equal the prompt at first: only one of them may be continued.
         self._scores_N = torch.tensor([0.0] + [_NEVER] * (N - 1))
         self._ended: list[list[int]] = [[] for _ in range(N)]
         self._ended_scores_N = torch.full((N,), _NEVER)
@@ -70,7 +70,7 @@ class BeamSearch:
         self._may_improve = True
 
     def advance(self, log_probs_NV: Tensor) -> list[Beam]:
-        """The beams of the next step, given what follows each; none when the search is over."""
+        """Return the beams of the next step, given the next tokens' log-probabilities; none if the search is over."""
         N, V = log_probs_NV.shape
         totals = (log_probs_NV + self._scores_N[:, None]).flatten()
         scores_C, indices_C = totals.topk(min(self._num_candidates, len(totals)))
@@ -78,7 +78,7 @@ class BeamSearch:
         ids = [[*self.running[beam.parent], beam.token] for beam in beams]
         ends_C = torch.tensor([self._is_whole(of_one) for of_one in ids])
         self._add_ended(ids, scores_C, ends_C)
-        # What has ended goes on only where nothing else is left.
+        # An ended candidate continues only if no other is left.
         running_C = scores_C + ends_C.float() * _NEVER
         chosen = running_C.topk(N).indices
         self._scores_N = running_C[chosen]
@@ -88,17 +88,17 @@ class BeamSearch:
         return [beams[index] for index in chosen.tolist()]
 
     def best(self) -> list[int]:
-        """The continuation with the best score."""
+        """Return the continuation with the best score."""
         return self._ended[0]
 
     def _is_whole(self, ids: Sequence[int]) -> bool:
         return len(ids) >= self._max_new_tokens or self._has_ended(ids)
 
     def _add_ended(self, ids: list[list[int]], scores_C: Tensor, ends_C: Tensor) -> None:
-        """Rank those of the best N candidates that have ended among the continuations that ended before."""
+        """Rank the ended ones among the best N candidates together with the continuations that ended before."""
         N = self.beams.num_beams
         ends_C = ends_C.clone()
-        # The other candidates are there only so that enough beams go on.
+        # The other candidates only ensure that enough beams continue.
         ends_C[N:] = False
         scores_C = scores_C / len(ids[0]) ** self.beams.length_penalty
         if self.beams.early_stopping is True and self._is_ended_N.all():
@@ -110,12 +110,12 @@ class BeamSearch:
         self._ended_scores_N, self._is_ended_N = scores, torch.cat((self._is_ended_N, ends_C))[best]
 
     def _goes_on(self, all_end: bool) -> bool:
-        """Whether a running beam may still become better than the worst that ended."""
+        """Return whether a running beam may still become better than the worst ended one."""
         beams, length = self.beams, len(self.running[0])
         if beams.early_stopping == "never" and beams.length_penalty > 0:
             length = self._max_new_tokens
         hoped_for = self._scores_N[0] / length**beams.length_penalty
-        # A search with fewer ended continuations than beams always goes on.
+        # A search with fewer ended continuations than beams always continues.
         worst_N = torch.where(self._is_ended_N, self._ended_scores_N.min(), torch.tensor(_NEVER))
         self._may_improve = self._may_improve and bool((hoped_for > worst_N).any())
         is_full = beams.early_stopping is True and bool(self._is_ended_N.all())

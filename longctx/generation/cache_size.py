@@ -1,4 +1,4 @@
-"""How much memory the cache of a sequence takes, by arithmetic alone."""
+"""Memory of a sequence's cache, by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from longctx.kernels.dtypes import accumulate_dtype
 
 
 def cache_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype, *, chunk_tokens: int, degree: int = 1) -> int:
-    """Bytes that the keys, values and states of so many tokens take on each of ``degree`` processes that share them.
+    """Return the cache bytes of ``num_tokens`` tokens on each of ``degree`` processes that share them.
 
-    A layer with a window stores that and a chunk; a linear layer has one state, whole on every process.
+    They are for keys, values and states. A layer with a window stores the window and a chunk; a linear layer has one
+    state, replicated on every process.
     """
     total = 0
     for mixer, layers in mixers_of(config).items():

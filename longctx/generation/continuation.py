@@ -1,4 +1,4 @@
-"""Continuation: the tokens that a prompt was continued by so far, how the next is chosen, and when they end.
+"""Continuation: the new tokens of a prompt so far, the choice of the next one, and the stopping rule.
 
 Axes: V vocabulary.
 """
@@ -24,7 +24,7 @@ _MOST_EXPECTED = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """How prompts are continued."""
+    """Options for continuing prompts."""
 
     max_new_tokens: int
     """Tokens to add at most."""
@@ -40,23 +40,23 @@ class Request:
 
     @property
     def num_caches(self) -> int:
-        """Caches that one prompt needs."""
+        """Number of caches that one prompt needs."""
         if isinstance(self.strategy, Beams):
             return self.strategy.num_beams
         return 1
 
     @property
     def expected_tokens(self) -> int:
-        """New tokens that a cache should have space for from the start. The last one is never stored."""
+        """Number of new tokens to reserve cache space for from the start. The last one is never stored."""
         return min(max(self.max_new_tokens - 1, 0), _MOST_EXPECTED)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is chosen, whatever came before."""
+        """True if the likeliest token is always chosen, independent of earlier tokens."""
         return isinstance(self.strategy, Greedy) and self.penalties == Penalties()
 
     def check(self, model: Decoder, prompt_ids: Sequence[int], source_ids: Sequence[int] | None = None) -> None:
-        """ConfigError for a model that continues nothing, an empty or unknown prompt, or impossible numbers."""
+        """Raise ConfigError for a model that cannot continue text, an empty or invalid prompt, or invalid numbers."""
         check_chunk_tokens(self.chunk_tokens)
         if not model.config.causal:
             raise ConfigError(
@@ -78,8 +78,8 @@ class Request:
         _check_ids(model, prompt_ids, "prompt")
 
     def ends(self, prompt_ids: Sequence[int]) -> Callable[[int], bool]:
-        """A function from each token of a continuation to whether it is the last one."""
-        # Text knows its past, so each continuation has its own.
+        """Return a function that returns, for each token of a continuation in turn, whether it is the last one."""
+        # It depends on the text so far, so each continuation has its own.
         has_stop_string = None
         if self.stop_strings is not None:
             has_stop_string = self.stop_strings.start(prompt_ids)
@@ -93,7 +93,7 @@ class Request:
 
 
 def _check_source(model: Decoder, source_ids: Sequence[int]) -> None:
-    """ConfigError for a source that the encoder does not read."""
+    """Raise ConfigError for a source that the encoder cannot read."""
     if len(source_ids) == 0:
         raise ConfigError("the source is empty: an encoder reads at least one token.")
     most = model.config.max_positions
@@ -113,7 +113,7 @@ def _check_ids(model: Decoder, ids: Sequence[int], side: str) -> None:
 
 
 class Continuation:
-    """One continuation that a strategy chooses token by token."""
+    """Continuation that a strategy chooses token by token."""
 
     def __init__(self, request: Request, prompt_ids: Sequence[int]) -> None:
         assert not isinstance(request.strategy, Beams), "beams choose several tokens at once"
@@ -127,14 +127,14 @@ class Continuation:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no token follows."""
+        """True if no token follows."""
         return self._has_ended or len(self.ids) >= self._max_new_tokens
 
     def choose(self, logits_V: Tensor) -> int:
-        """The next token, given its logits in fp32. Draws: to be asked once a token."""
+        """Return the next token, given its logits in fp32. Call once per token, because it may draw random numbers."""
         return self._choose(self._penalise(logits_V, self.ids))
 
     def add(self, token: int) -> None:
-        """Add the token that was chosen."""
+        """Add the chosen token."""
         self.ids.append(token)
         self._has_ended = self._is_last(token)

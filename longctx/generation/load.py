@@ -15,9 +15,9 @@ from longctx.model.decoder import Decoder
 
 
 def find_model(folder: str | Path) -> Path:
-    """A checkpoint or a Hugging Face folder as it is; of a run folder, its newest checkpoint.
+    """Return a checkpoint or a Hugging Face folder itself, or for a run folder its newest checkpoint.
 
-    ConfigError for a path that leads nowhere, CheckpointError for a folder that holds neither.
+    Raise ConfigError if the path does not exist, CheckpointError if the folder holds neither.
     """
     if not Path(folder).exists():
         raise ConfigError(
@@ -30,17 +30,17 @@ def find_model(folder: str | Path) -> Path:
 
 
 def is_hf_folder(folder: str | Path) -> bool:
-    """Whether a folder holds a Hugging Face model, and not a checkpoint of ours."""
+    """Return whether a folder holds a Hugging Face model, and not one of our checkpoints."""
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / MANIFEST).is_file()
 
 
 def load_model(
     folder: str | Path, dtype: torch.dtype = torch.float32, *, cores: Mapping[str, AttentionCore] | None = None
 ) -> Decoder:
-    """The decoder of a checkpoint, of a run's newest one, or of a Hugging Face folder: on the CPU, ready to generate.
+    """Return the decoder of a checkpoint, a run's newest one, or a Hugging Face folder: on the CPU, for generation.
 
-    ``cores`` are those of its layers' mixers (``Decoder``). Strict: CheckpointError unless the
-    folder holds exactly the decoder's tensors.
+    ``cores`` are those of its layers' mixers (``Decoder``). Raise CheckpointError unless the folder holds exactly the
+    decoder's tensors.
     """
     folder = find_model(folder)
     if is_hf_folder(folder):

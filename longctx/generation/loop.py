@@ -29,13 +29,14 @@ def generate(
     stop_strings: StopStrings | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> list[int]:
-    """Continue the prompt by at most ``max_new_tokens`` tokens; one of ``stop_ids`` is the last token where it comes.
+    """Continue the prompt by at most ``max_new_tokens`` tokens, ending with the first of ``stop_ids``, if any.
 
-    So is the token that completes one of ``stop_strings``. ``penalties`` change logits before the strategy chooses.
-    A model with an encoder reads ``source_ids``, and the prompt is what is written of them so far: the start id.
+    The token that completes one of ``stop_strings`` also ends it. ``penalties`` change logits before the strategy
+    chooses. For a model with an encoder, ``source_ids`` is the encoder's input, and the prompt is the target so far:
+    the start id.
 
-    The prompt is read once, about ``chunk_tokens`` at a time, then one token a step against the cached keys. Processes
-    that share the model's sequences call this alike, each with the whole prompt, and get the same tokens.
+    The prompt is read once, about ``chunk_tokens`` at a time, then one token per step with cached keys. All processes
+    that share the model's sequences must make the same call with the full prompt, and get the same tokens.
     """
     request = Request(
         max_new_tokens=max_new_tokens,
@@ -51,14 +52,14 @@ def generate(
 def stream(
     model: Decoder, prompt_ids: Sequence[int], request: Request, source_ids: Sequence[int] | None = None
 ) -> Iterator[int]:
-    """Yield the tokens of ``generate``, each as soon as it is chosen: by beams, all when the search is over.
+    """Yield the tokens of ``generate``, each as soon as it is chosen; with beams, all when the search is over.
 
-    A request that cannot be served fails at the call.
+    An invalid request fails at the call.
     """
     request.check(model, prompt_ids, source_ids)
     # The model's attention core knows which processes share the sequence.
     cache = model.new_caches(request.num_caches)()
-    # Else the first new token would copy the whole prompt's keys.
+    # Otherwise the first new token would copy the full prompt's keys.
     cache.expect(request.expected_tokens)
     if source_ids is not None:
         read_sources(model, [source_ids], [cache])
@@ -69,14 +70,14 @@ def stream(
 
 @torch.inference_mode()
 def _tokens(model: Decoder, prompt_ids: list[int], request: Request, cache: KVCache) -> Iterator[int]:
-    """Yield token after token; each is read when the next is asked for."""
+    """Yield tokens; each is read when the next is requested."""
     continuation, new_ids = Continuation(request, prompt_ids), prompt_ids
     while not continuation.has_ended:
         if starts_over(model, cache, len(new_ids)):
             cache.free()
             new_ids = prompt_ids + continuation.ids
         logits_V = last_logits(model, read(model, new_ids, cache, request.chunk_tokens))[0]
-        # Chosen once and told to all: processes that rounded otherwise would each continue another text.
+        # Chosen once and broadcast: processes with different rounding would otherwise continue different texts.
         new_ids = cache.once(lambda logits_V=logits_V: [continuation.choose(logits_V)], 1)
         continuation.add(new_ids[0])
         yield new_ids[0]

@@ -1,4 +1,4 @@
-"""Penalties for tokens that the text has already.
+"""Penalties for tokens that the text already contains.
 
 Axes: V vocabulary, N different tokens.
 """
@@ -17,7 +17,7 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Penalties:
-    """How much less likely tokens become that the prompt or the continuation has; each at rest by default."""
+    """Penalties for tokens of the prompt or the continuation; none by default."""
 
     repetition: float = 1.0
     """Divides logits above 0 and multiplies those below, of tokens in the prompt and in the continuation."""
@@ -35,7 +35,7 @@ class Penalties:
                 raise ConfigError(f"{name} penalty {value} must be a number; 0 changes nothing.")
 
     def start(self, prompt_ids: Sequence[int]) -> Callable[[Tensor, Sequence[int]], Tensor]:
-        """A function from logits [V] and the tokens so far, without the prompt's, to the logits with the penalties."""
+        """Return a function that applies the penalties to logits [V], given the new tokens so far (not the prompt)."""
         if self == Penalties():
             return lambda logits_V, new_ids: logits_V
         # A prompt may be long, and is the same at each step.
@@ -45,7 +45,7 @@ class Penalties:
             new_N, counts_N = torch.tensor(new_ids, dtype=torch.int64).unique(return_counts=True)
             seen_N = torch.cat((prompt_N, new_N)).unique()
             logits_V = _multiplied(logits_V, seen_N.to(logits_V.device), self.repetition)
-            # After the repetition penalty, and before any temperature, as vLLM and SGLang have it.
+            # After the repetition penalty, and before any temperature, as in vLLM and SGLang.
             taken_N = self.frequency * counts_N + self.presence
             return logits_V.index_add(0, new_N.to(logits_V.device), -taken_N.to(logits_V))
 
@@ -53,7 +53,7 @@ class Penalties:
 
 
 def _multiplied(logits_V: Tensor, ids_N: Tensor, penalty: float) -> Tensor:
-    """Logits of which those of these tokens are less likely."""
+    """Return the logits with those of these tokens reduced."""
     logits_N = logits_V[ids_N]
-    # A logit below 0 is divided by nothing: that would make it likelier.
+    # A logit below 0 is not divided, which would make it likelier.
     return logits_V.index_copy(0, ids_N, torch.where(logits_N < 0, logits_N * penalty, logits_N / penalty))

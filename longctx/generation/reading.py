@@ -1,9 +1,8 @@
-"""Read tokens into a cache, chunk by chunk: memory beside the cache does not grow with the prompt.
+"""Prefill: reads tokens into a cache, chunk by chunk, so that memory besides the cache does not grow with the prompt.
 
-The cache says which tokens of a chunk this process is given, so reading is the same on one process and on many.
+The cache determines which tokens of a chunk this process gets, so reading is the same on one process and on many.
 
-Axes: B rows, t tokens of a chunk that this process is given, T all of them, M model width, N
-sequences, V vocabulary.
+Axes: B rows, t tokens of a chunk on this process, T all of them, M model width, N sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ CHUNK_TOKENS = 4096
 
 
 def check_chunk_tokens(chunk_tokens: int) -> None:
-    """ConfigError unless a chunk has tokens."""
+    """Raise ConfigError unless ``chunk_tokens`` is at least 1."""
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens={chunk_tokens} must be at least 1. The default is {CHUNK_TOKENS}.")
 
 
 def starts_over(model: Decoder, cache: KVCache, num_new: int) -> bool:
-    """Return True if ``num_new`` tokens behind the cached ones change how the cached keys are rotated.
+    """Return True if ``num_new`` tokens after the cached ones change the rotation of the cached keys.
 
     LongRoPE has one table for sequences of up to ``original_max_positions`` tokens and another for longer ones: at the
-    switch all tokens have to be read again, as transformers' Phi-3 does. Keys of a dynamic rope, whose frequencies
-    change with every token, keep those that they were read with, as in transformers.
+    switch all tokens have to be read again, as in transformers' Phi-3. Frequencies of a dynamic rope change with every
+    token, but its keys keep their original rotation, as in transformers.
     """
     config = model.config
     if config.position != "rope" or config.rope.kind != "longrope":
@@ -49,9 +48,9 @@ def starts_over(model: Decoder, cache: KVCache, num_new: int) -> bool:
 
 
 def can_share(model: Decoder) -> bool:
-    """Return True if texts may be read together, or behind one reading of what they share.
+    """Return True if texts may be read together, or after one reading of their common prefix.
 
-    Not where frequencies depend on the length of the text.
+    That is not possible if frequencies depend on the length of the text.
     """
     return model.config.position != "rope" or not model.config.rope.depends_on_length
 
@@ -60,7 +59,7 @@ def can_share(model: Decoder) -> bool:
 def read_sources(
     model: Decoder, sources: Sequence[Sequence[int]], caches: Sequence[KVCache], chunk_tokens: int = CHUNK_TOKENS
 ) -> None:
-    """Have a model with an encoder read a source for each cache's sequence, as many together as a chunk has tokens."""
+    """Read a source into each cache's sequence with the model's encoder, batched up to a chunk of tokens."""
     first, tokens = 0, 0
     for number, ids in enumerate(sources):
         if number > first and tokens + len(ids) > chunk_tokens:
@@ -72,7 +71,7 @@ def read_sources(
 
 
 def _read_together(model: Decoder, sources: Sequence[Sequence[int]], caches: Sequence[KVCache]) -> None:
-    """Encode sources in one row, of which each cache gets its own."""
+    """Encode sources in one row, and give each cache its own part."""
     documents = PackedDocuments.of_lengths([len(ids) for ids in sources])
     row = Stream(
         tokens=torch.cat([torch.as_tensor(ids) for ids in sources])[None],
@@ -89,7 +88,7 @@ def _read_together(model: Decoder, sources: Sequence[Sequence[int]], caches: Seq
 
 @torch.no_grad()
 def read(model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
-    """Read tokens behind those of the cache; hidden states [1, t, M] of the last few, the last token's at the end."""
+    """Read tokens after those of the cache; return hidden states [1, t, M] of the last few, the last at the end."""
     last_BtM = None
     for _, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
         last_BtM = hidden_BtM
@@ -98,8 +97,8 @@ def read(model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int =
 
 
 def last_logits(model: Decoder, hidden_BtM: Tensor) -> Tensor:
-    """Logits [B, V], fp32, after the last of these tokens."""
-    # The head of the last token alone: logits of a long prompt would be the largest tensor of all.
+    """Return logits [B, V], fp32, after the last of these tokens."""
+    # The head is applied only to the last token: logits of a long prompt would be the largest tensor of all.
     return model.logits(hidden_BtM[:, -1:])[:, 0].float()
 
 
@@ -107,9 +106,9 @@ def last_logits(model: Decoder, hidden_BtM: Tensor) -> Tensor:
 def read_each(
     model: Decoder, ids: Sequence[Sequence[int]], caches: Sequence[KVCache], chunk_tokens: int = CHUNK_TOKENS
 ) -> Tensor:
-    """Read tokens of each of N sequences behind those of its cache, together; logits [N, V], fp32, after the last ones.
+    """Read tokens of N sequences into their caches, together; return logits [N, V], fp32, after the last ones.
 
-    A pass reads at most about ``chunk_tokens``, however many sequences they are of.
+    A pass reads at most about ``chunk_tokens``, over all sequences.
     """
     if len(caches) == 1 or not can_share(model):
         parts = [read(model, of_one, cache, chunk_tokens)[:, -1] for of_one, cache in zip(ids, caches, strict=True)]
@@ -117,12 +116,12 @@ def read_each(
         parts = [_newest_hidden(model, [of_one[0] for of_one in ids], caches)]
     else:
         parts = _last_hidden(model, ids, caches, chunk_tokens)
-    # The head of the last tokens alone: logits of a long prompt would be the largest tensor of all.
+    # The head is applied only to the last tokens: logits of a long prompt would be the largest tensor of all.
     return model.logits(torch.cat(parts)[None])[0].float()
 
 
 def _newest_hidden(model: Decoder, ids: list[int], caches: Sequence[KVCache]) -> Tensor:
-    """Read one token of each sequence; their hidden states [N, M]."""
+    """Read one token of each sequence; return their hidden states [N, M]."""
     cache, device = SequencesCache(caches), _device_of(model)
     chunk = cache.chunk(len(ids))
     tokens_BN = int64_tensor(ids)[None].to(device, non_blocking=True)
@@ -133,7 +132,7 @@ def _newest_hidden(model: Decoder, ids: list[int], caches: Sequence[KVCache]) ->
 def _last_hidden(
     model: Decoder, ids: Sequence[Sequence[int]], caches: Sequence[KVCache], chunk_tokens: int
 ) -> list[Tensor]:
-    """Read all tokens; the hidden state [1, M] of each sequence's last one."""
+    """Read all tokens; return the hidden state [1, M] of each sequence's last one."""
     device, firsts = _device_of(model), [cache.num_tokens for cache in caches]
     coming = [cache.chunks(len(of_one), chunk_tokens) for of_one, cache in zip(ids, caches, strict=True)]
     waiting = {n: next(of_one) for n, of_one in enumerate(coming)}
@@ -156,7 +155,7 @@ def _last_hidden(
 
 
 def _next_pass(waiting: Mapping[int, TokenChunk], chunk_tokens: int) -> list[int]:
-    """The sequences whose chunks are read together: all are split over processes or none, and they are not too many."""
+    """Return the sequences to read in one pass: all split over processes or none, within the token limit."""
     found: list[int] = []
     num_tokens = 0
     is_replicated = next(iter(waiting.values())).is_replicated
@@ -171,7 +170,7 @@ def _next_pass(waiting: Mapping[int, TokenChunk], chunk_tokens: int) -> list[int
 
 
 def token_nll(model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
-    """The negative log-likelihood of each token after the first, given those before it, [T − 1], fp32.
+    """Return the negative log-likelihood of each token after the first, given those before it, [T − 1], fp32.
 
     Every process that shares the model's sequences gets all of them.
     """
@@ -180,7 +179,7 @@ def token_nll(model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_T
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model says of each token of a sequence."""
+    """Scores of each token of a sequence."""
 
     nll: Tensor
     """The negative log-likelihood of each token after the first [T − 1], fp32."""
@@ -192,21 +191,21 @@ class TokenScores:
 def token_scores(
     model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_TOKENS, with_experts: bool = False
 ) -> TokenScores:
-    """Read a sequence and score each token given those before it, with the choices of experts if they are asked for.
+    """Read a sequence and score each token given those before it, optionally with the chosen experts.
 
-    Every process that shares the model's sequences gets all of it. ConfigError for fewer than two tokens.
+    Every process that shares the model's sequences gets all scores. Raise ConfigError for fewer than two tokens.
     """
     if len(ids) < 2:
         raise ConfigError(f"{len(ids)} tokens have no likelihood: give at least 2, the first is only read.")
     check_chunk_tokens(chunk_tokens)
     cache, nll, experts = model.new_cache(), [], []
-    # The last token has no target, but is read like the others: chunks then end where the sequence ends.
+    # The last token has no target, but is read like the others, so that the chunks cover the full sequence.
     targets = [*ids[1:], IGNORED_TARGET]
     replays: list[RoutingReplay] | None = None
     if with_experts:
         replays = []
     for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens, replays):
-        # Logits of a chunk are never whole, and each process scores the tokens that it has read.
+        # The full logits of a chunk never exist, and each process scores the tokens that it has read.
         targets_Bt = given_tokens(chunk, targets)[None].to(hidden_BtM.device, non_blocking=True)
         nll.append(cache.collect(model.token_nll(hidden_BtM, targets_Bt), chunk)[0])
         if replays:
@@ -223,13 +222,13 @@ def read_chunks(
     chunk_tokens: int,
     replays: list[RoutingReplay] | None = None,
 ) -> Iterator[tuple[TokenChunk, Tensor]]:
-    """Read tokens behind those of the cache; yield each chunk and the hidden states [1, t, M] of its tokens here.
+    """Read tokens after those of the cache; yield each chunk and the hidden states [1, t, M] of its tokens here.
 
-    To ``replays`` the choices of experts for these tokens are appended before each chunk is yielded.
+    The chosen experts of these tokens are appended to ``replays`` before each chunk is yielded.
     """
     device, first = _device_of(model), cache.num_tokens
     for chunk in cache.chunks(len(ids), chunk_tokens):
-        # Copied without a wait: the device is still busy with the chunk before.
+        # Copied asynchronously: the device is still busy with the chunk before.
         tokens_Bt = given_tokens(chunk, ids, first)[None].to(device, non_blocking=True)
         # A position is an index in the sequence: the cache holds all of it, from the first token on.
         positions_Bt = chunk.indices[None].to(device, non_blocking=True)
@@ -241,8 +240,8 @@ def read_chunks(
 
 
 def given_tokens(chunk: TokenChunk, ids: Sequence[int], first: int = 0) -> Tensor:
-    """The ids [t] of a chunk that this process is given, of ids that begin at the sequence's token ``first``."""
-    # Of the chunk alone: a tensor of the whole prompt would take eight bytes a token beside the cache.
+    """Return the ids [t] of this process's part of a chunk, from ids that begin at the sequence's token ``first``."""
+    # Only of the chunk: a tensor of the full prompt would take eight bytes per token besides the cache.
     parts = [int64_tensor(ids[part.start - first : part.stop - first : part.step]) for part in chunk.given]
     if len(parts) == 1:
         return parts[0]
@@ -250,5 +249,5 @@ def given_tokens(chunk: TokenChunk, ids: Sequence[int], first: int = 0) -> Tenso
 
 
 def _device_of(model: Decoder) -> torch.device:
-    # Not the first of its parameters: to ask for these goes through all modules.
+    # Not the first of all parameters: listing those visits all modules.
     return model.model.embed_tokens.weight.device

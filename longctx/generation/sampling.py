@@ -1,4 +1,4 @@
-"""Choose the next token: greedy, or drawn with temperature, top-k, top-p and min-p.
+"""Choice of the next token: greedy, or sampled with temperature, top-k, top-p and min-p.
 
 Axes: V vocabulary.
 """
@@ -17,18 +17,18 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Greedy:
-    """Always the likeliest token; of equal ones the lowest id."""
+    """Greedy choice of the likeliest token, with ties broken by the lowest id."""
 
     def start(self) -> Callable[[Tensor], int]:
-        """A function from the next token's logits [V], fp32, to its id."""
+        """Return a function from the next token's logits [V], fp32, to its id."""
         return lambda logits_V: int(logits_V.argmax())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Draw tokens from the model's distribution; the same seed draws the same tokens.
+    """Sampling from the model's distribution; the same seed draws the same tokens.
 
-    Temperature first, then top-k, then top-p, then min-p, as Hugging Face does it.
+    Temperature first, then top-k, then top-p, then min-p, as in Hugging Face.
     """
 
     temperature: float = 1.0
@@ -53,17 +53,17 @@ class Sample:
             raise ConfigError(f"min_p={self.min_p} must lie in [0, 1]; 0 keeps every token.")
 
     def start(self) -> Callable[[Tensor], int]:
-        """A function from the next token's logits [V], fp32, to its id; it owns a generator, on the CPU."""
+        """Return a function from the next token's logits [V], fp32, to its id; it owns a generator on the CPU."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def draw(logits_V: Tensor) -> int:
-            # On the CPU on every device: the same seed then draws the same tokens.
+            # On the CPU for every device, so that the same seed draws the same tokens.
             return int(torch.multinomial(self.probabilities(logits_V.cpu()), 1, generator=generator))
 
         return draw
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """The distribution [V] that tokens are drawn from."""
+        """Return the sampling distribution [V]."""
         scores_V = logits_V / self.temperature
         if self.top_k:
             scores_V = _top_k(scores_V, self.top_k)
@@ -74,18 +74,18 @@ class Sample:
         return scores_V.softmax(0)
 
 
-# --- scores [V] to scores [V], −inf where a token is taken out ---
+# --- scores [V] to scores [V], −inf for removed tokens ---
 
 
 def _top_k(scores_V: Tensor, count: int) -> Tensor:
-    """The scores of the ``count`` likeliest tokens, and of those as likely as the last of them."""
-    # By score, not by index: ties with the last one stay, whichever of them topk names.
+    """Keep the scores of the ``count`` likeliest tokens, and of tokens that tie with the last of them."""
+    # By score, not by index: ties with the last one stay, whichever of them topk returns.
     threshold = scores_V.topk(min(count, len(scores_V))).values[-1]
     return scores_V.masked_fill(scores_V < threshold, -torch.inf)
 
 
 def _top_p(scores_V: Tensor, probability: float) -> Tensor:
-    """The scores of the likeliest tokens that reach ``probability`` together; at least one."""
+    """Keep the scores of the likeliest tokens that reach ``probability`` together; at least one."""
     ascending, order = scores_V.sort()
     # Drop the unlikeliest tokens while the others still reach it; the likeliest always stays.
     dropped = ascending.softmax(0).cumsum(0) <= 1 - probability
@@ -94,7 +94,7 @@ def _top_p(scores_V: Tensor, probability: float) -> Tensor:
 
 
 def _min_p(scores_V: Tensor, share: float) -> Tensor:
-    """The scores of tokens that are at least ``share`` times as likely as the likeliest (arXiv 2407.01082)."""
-    # Of probabilities and not of scores: rounding then takes out what transformers takes out.
+    """Keep the scores of tokens at least ``share`` times as likely as the likeliest (arXiv 2407.01082)."""
+    # From probabilities, not scores, so that rounding removes the same tokens as in transformers.
     probabilities_V = scores_V.softmax(0)
     return scores_V.masked_fill(probabilities_V < share * probabilities_V.max(), -torch.inf)

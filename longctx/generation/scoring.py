@@ -1,7 +1,7 @@
-"""Log-likelihoods of continuations: short ones in one packed row, long ones behind one reading of their context.
+"""Log-likelihoods of continuations: short ones in one packed row, long ones after one reading of their context.
 
-Axes: B = 1 row, t tokens that this process is given, T all of them, N tokens that are scored, M model width, V
-vocabulary; 2 stands for log-likelihood and whether the token is the likeliest.
+Axes: B = 1 row, t tokens on this process, T all of them, N scored tokens, M model width, V vocabulary; 2 is
+(log-likelihood, whether the token is the likeliest).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ HEAD_TOKENS = 256
 
 
 class Pair(NamedTuple):
-    """A context and what stands after it, as ids; neither is empty."""
+    """Context and continuation, as ids; neither is empty."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
     @property
     def ids(self) -> list[int]:
-        """All of them. A model reads all but the last: what follows that one is not asked."""
+        """All ids. A model reads all but the last, because no token after that is scored."""
         return list(self.context) + list(self.continuation)
 
     @property
     def num_read(self) -> int:
-        """How many ids a model reads."""
+        """Number of ids that a model reads."""
         return len(self.context) + len(self.continuation) - 1
 
 
 class Score(NamedTuple):
-    """What a model says of a continuation."""
+    """Score of a continuation."""
 
     log_likelihood: float
     is_greedy: bool
@@ -49,7 +49,7 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def score_packed(model: Decoder, pairs: Sequence[Pair]) -> list[Score]:
-    """The score of each pair, all read in one forward pass as documents of one row. For a process that works alone."""
+    """Return the score of each pair, all read in one forward pass as documents of one row. For a single process."""
     for pair in pairs:
         _check(model, pair)
     device = next(model.parameters()).device
@@ -68,9 +68,9 @@ def score_packed(model: Decoder, pairs: Sequence[Pair]) -> list[Score]:
 def score_behind(
     model: Decoder, context: Sequence[int], continuations: Sequence[Sequence[int]], *, chunk_tokens: int = CHUNK_TOKENS
 ) -> list[Score]:
-    """The score of each continuation of one context, which is read once, about ``chunk_tokens`` at a time.
+    """Return the score of each continuation of one context, which is read once, about ``chunk_tokens`` at a time.
 
-    Processes that share the model's sequences call this alike, and get the same.
+    All processes that share the model's sequences must make the same call, and get the same result.
     """
     pairs = [Pair(context, continuation) for continuation in continuations]
     for pair in pairs:
@@ -79,7 +79,7 @@ def score_behind(
         first, ids = len(context) - 1, [pair.ids for pair in pairs]
         return [_score(_read_and_score(model, x[:-1], x[1:], first, model.new_cache(), chunk_tokens)) for x in ids]
     cache = model.new_cache()
-    # In the context's buffers, which are copied: else each copy would be copied once more.
+    # In the context's buffers, which are copied: otherwise each copy would be copied once more.
     cache.expect(max(map(len, continuations)) - 1)
     logits_V = last_logits(model, read(model, context, cache, chunk_tokens))[0]
     scores = []
@@ -92,7 +92,7 @@ def score_behind(
 
 
 def _check(model: Decoder, pair: Pair) -> None:
-    """ConfigError for an empty part or an id outside the vocabulary."""
+    """Raise ConfigError for an empty part or an id outside the vocabulary."""
     if not len(pair.context) or not len(pair.continuation):
         raise ConfigError(
             f"a context of {len(pair.context)} tokens and a continuation of {len(pair.continuation)}: both need one. "
@@ -108,11 +108,11 @@ def _check(model: Decoder, pair: Pair) -> None:
 def _read_and_score(
     model: Decoder, ids: Sequence[int], targets: Sequence[int], first: int, cache: KVCache, chunk_tokens: int
 ) -> Tensor:
-    """Read ids behind those of the cache; [2, N] of the targets from ``first`` on, on every process."""
+    """Read ids after those of the cache; return [2, N] for the targets from ``first`` on, on every process."""
     start, found = cache.num_tokens, []
     for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
         at_t = chunk.indices - start
-        # Every process skips the same chunks: collecting takes all of them.
+        # Every process skips the same chunks, because collecting is collective.
         if chunk.start - start + chunk.num_tokens > first:
             targets_t = given_tokens(chunk, targets, start)
             found_2t = _token_scores(model, hidden_BtM, targets_t, at_t >= first)
@@ -121,27 +121,27 @@ def _read_and_score(
 
 
 def _token_scores(model: Decoder, hidden_BtM: Tensor, targets_t: Tensor, is_scored_t: Tensor) -> Tensor:
-    """[2, t] of these tokens' targets, fp32; zeros where a token is not scored."""
+    """Return [2, t] for these tokens' targets, fp32; zeros for tokens that are not scored."""
     device = hidden_BtM.device
     found_2t = torch.zeros(2, len(targets_t), device=device)
     for at_N in is_scored_t.nonzero()[:, 0].split(HEAD_TOKENS):
-        # A process may have none of the tokens that are scored.
+        # A process may have none of the scored tokens.
         if len(at_N):
             on_device_N = at_N.to(device)
-            # Logits of a whole context would be the largest tensor of all.
+            # Logits of a full context would be the largest tensor of all.
             logits_NV = model.logits(hidden_BtM[:, on_device_N])[0].float()
             found_2t[:, on_device_N] = _of_logits(logits_NV, targets_t[at_N].to(device))
     return found_2t
 
 
 def _of_logits(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """[2, N] of targets, fp32."""
+    """Return [2, N] for the targets, fp32."""
     log_likelihoods_N = logits_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
     is_likeliest_N = logits_NV.argmax(-1) == targets_N
     return torch.stack((log_likelihoods_N, is_likeliest_N.float()))
 
 
 def _score(found_2N: Tensor) -> Score:
-    """The score of a continuation from those of its tokens."""
+    """Return the score of a continuation from those of its tokens."""
     # Summed in float64: a text of a million tokens would lose digits otherwise.
     return Score(float(found_2N[0].double().sum()), bool(found_2N[1].bool().all()))

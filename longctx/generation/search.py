@@ -1,4 +1,4 @@
-"""Beam search with a decoder: all beams go on in one pass, each with a cache of its own.
+"""Beam search with a decoder: all beams advance in one pass, each with its own cache.
 
 Axes: N beams, V vocabulary.
 """
@@ -24,7 +24,7 @@ _NONE = -1
 def search(model: Decoder, prompt_ids: list[int], request: Request, beams: Beams, cache: KVCache) -> Iterator[int]:
     """Yield the best continuation when it is found.
 
-    Processes that share the cache follow the search of the first: the state of the others' is never read.
+    Processes that share the cache follow the search of the first one; the search state of the others is never read.
     """
     if request.max_new_tokens == 0:
         return
@@ -35,15 +35,15 @@ def search(model: Decoder, prompt_ids: list[int], request: Request, beams: Beams
 
     def next_beams(logits_NV: Tensor) -> list[int]:
         log_probs_NV = logits_NV.cpu().log_softmax(-1)
-        # Penalties see log-probabilities here, as transformers' do.
+        # Penalties apply to log-probabilities here, as in transformers.
         penalised = [penalise(row_V, ids) for row_V, ids in zip(log_probs_NV, state.running, strict=True)]
         chosen = [number for beam in state.advance(torch.stack(penalised)) for number in beam]
         return chosen or [_NONE] * (2 * beams.num_beams)
 
-    # Every beam is the prompt, read once: what follows it is the same for all, and only one is continued.
+    # Every beam is the prompt, read once: its next-token logits are the same for all, and only one beam is continued.
     logits_NV = last_logits(model, read(model, prompt_ids, cache, request.chunk_tokens)).expand(beams.num_beams, -1)
     caches: list[KVCache] = [cache] * beams.num_beams
-    # Of the beams as all processes were told them.
+    # The beams as broadcast to all processes.
     running: list[list[int]] = [[]] * beams.num_beams
     while True:
         told = cache.once(lambda logits_NV=logits_NV: next_beams(logits_NV), 2 * beams.num_beams)
@@ -58,16 +58,16 @@ def search(model: Decoder, prompt_ids: list[int], request: Request, beams: Beams
                 of_one.free()
             unread = [prompt_ids + ids for ids in running]
         logits_NV = read_each(model, unread, caches, request.chunk_tokens)
-    # The other processes know no lengths: they are told as many integers as there may be tokens.
+    # The other processes do not know the length, so a fixed number of integers is broadcast.
     padding = [_NONE] * request.max_new_tokens
     best = cache.once(lambda: (state.best() + padding)[: request.max_new_tokens], request.max_new_tokens)
     yield from (token for token in best if token != _NONE)
 
 
 def continued(caches: Sequence[KVCache], beams: Sequence[Beam]) -> list[KVCache]:
-    """The cache of each beam: that of the beam it goes on from, or a copy where another has taken it."""
+    """Return the cache of each beam: that of its parent, or a copy if another beam has taken it."""
     going_on = {id(caches[beam.parent]) for beam in beams}
-    # Memory of beams that end serves the copies.
+    # Memory of ended beams is reused for the copies.
     for cache in {id(cache): cache for cache in caches}.values():
         if id(cache) not in going_on:
             cache.free()

@@ -1,4 +1,4 @@
-"""Stop strings: a text ends before the first of them, wherever the borders of its tokens lie."""
+"""Stop strings: a text ends before the first of them, regardless of token boundaries."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from longctx.generation.text import Decode, TextStream
 
 
 class StopStrings:
-    """Texts that end a continuation, and how tokens become text."""
+    """Texts that end a continuation, and the function that decodes tokens."""
 
     def __init__(self, decode: Decode, strings: Sequence[str]) -> None:
-        """ConfigError for an empty string: it would end every text at once."""
+        """Raise ConfigError for an empty string, which would end every text at once."""
         check_strings(strings)
         self._decode = decode
         self._strings = tuple(strings)
 
     def start(self, prompt_ids: Sequence[int]) -> Callable[[int], bool]:
-        """A function from each token of a continuation to whether its text now has a stop string."""
+        """Return a function of each token of a continuation: whether its text now contains a stop string."""
         text, gate = TextStream(self._decode, prompt_ids), TextBeforeStop(self._strings)
 
         def add(token: int) -> bool:
@@ -29,7 +29,7 @@ class StopStrings:
 
 
 class TextBeforeStop:
-    """Passes a text on until a stop string begins; what may be the beginning of one waits."""
+    """Filter that passes text on until a stop string begins; a possible beginning of one is held back."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         check_strings(strings)
@@ -39,12 +39,13 @@ class TextBeforeStop:
         """Whether a stop string came; text after it is dropped."""
 
     def add(self, text: str) -> str:
-        """What is certain to come before any stop string."""
+        """Return the text that certainly precedes any stop string."""
         if self.has_ended:
             return ""
         self._waiting += text
         found = [(self._waiting.find(string), string) for string in self._strings]
-        # The one that is whole first, however many characters come at once; then the one that begins first.
+        # The first one to be completed, independent of how many characters arrive at once; then the one that begins
+        # first.
         whole = [(start + len(string), start) for start, string in found if start >= 0]
         if whole:
             self.has_ended = True
@@ -56,12 +57,12 @@ class TextBeforeStop:
         return certain
 
     def finish(self) -> str:
-        """What waited, when no more text comes."""
+        """Return the held text, after the last input."""
         rest, self._waiting = self._waiting, ""
         return rest
 
     def _num_held(self) -> int:
-        """Characters at the end that a stop string begins with; the most of any."""
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         most = 0
         for string in self._strings:
             for length in range(min(len(string) - 1, len(self._waiting)), most, -1):
@@ -72,6 +73,6 @@ class TextBeforeStop:
 
 
 def check_strings(strings: Sequence[str]) -> None:
-    """ConfigError for an empty stop string."""
+    """Raise ConfigError for an empty stop string."""
     if "" in strings:
         raise ConfigError("a stop string is empty, so every text would end before it begins. Leave it out.")

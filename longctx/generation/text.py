@@ -1,7 +1,7 @@
-"""Text of tokens that come one by one: what is certain, as soon as it is.
+"""Streaming text of tokens: each part is returned as soon as it is certain.
 
-A token alone has no text. Some tokenizers drop the space before whatever they decode first, and a character may be
-spelt by several tokens. So tokens are decoded after a few of those before them, and an unfinished character waits.
+A token alone has no text. Some tokenizers drop the space before the first decoded token, and a character may span
+several tokens. So tokens are decoded together with a few of those before them, and an unfinished character waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class TextStream:
-    """Turns tokens into text. What ``add`` and ``finish`` return is, joined, the text that follows the prompt's."""
+    """Converter of tokens to text. The results of ``add`` and ``finish`` join to the text that follows the prompt's."""
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
         self._decode = decode
@@ -26,7 +26,7 @@ class TextStream:
         """The part of their text that was returned, or belongs to the prompt."""
 
     def add(self, token: int) -> str:
-        """The text that this token made certain; may be empty."""
+        """Return the text that this token made certain; may be empty."""
         self._ids.append(token)
         text = self._decode(self._ids)
         # The next token's bytes may complete the last character.
@@ -40,17 +40,18 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """What is left: an unfinished character, as U+FFFD."""
+        """Return the remaining text: an unfinished character, as U+FFFD."""
         rest = self._decode(self._ids)[len(self._shown) :]
         self._shown += rest
         return rest
 
 
 def _context(decode: Decode, ids: list[int]) -> list[int]:
-    """The fewest last tokens after which others decode as they do after all of ``ids``; all where none do."""
+    """Return the shortest suffix of ``ids`` after which tokens decode as after all of ``ids``; all if there is none."""
     for start in range(len(ids) - 1, -1, -1):
         text = decode(ids[start:])
-        # Of spaces alone a tokenizer may drop some; a character that begins before these tokens is not whole.
+        # A tokenizer may drop some of the spaces in a blank text; a character that begins before these tokens is
+        # incomplete.
         if text.strip() and UNFINISHED not in text:
             return ids[start:]
     return ids

@@ -1,4 +1,4 @@
-"""Loops whose steps do the same on the device. A trace has no data, so one step stands for many."""
+"""Loops with identical steps on the device. A trace has no data, so one step stands for many."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _times = 1
 
 
 def in_a_trace_once(steps: Sequence[T], example: Tensor) -> Iterator[T]:
-    """Yield the steps; of a loop over a fake ``example`` the first, one for all that lie between, and the last."""
+    """Yield all steps, or, if ``example`` is a fake tensor, the first, one for all steps in between, and the last."""
     global _times
-    # The ends of a loop may be shorter than what lies between them.
+    # The first and the last step may be shorter than the steps in between.
     if len(steps) < 4 or not isinstance(example, FakeTensor):
         yield from steps
         return
@@ -30,5 +30,5 @@ def in_a_trace_once(steps: Sequence[T], example: Tensor) -> Iterator[T]:
 
 
 def times() -> int:
-    """Return how often what runs now would run with data."""
+    """Return how many times the current step would run with data."""
     return _times

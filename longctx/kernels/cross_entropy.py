@@ -1,12 +1,12 @@
-"""Cross-entropy of a linear head without its logits ever being whole.
+"""Cross-entropy of a linear head that never forms all logits at once.
 
 The loss is linear in the one gradient that comes back to it, so its own gradients are formed along with it: a chunk of
 tokens at a time, logits are multiplied out, become losses and then, in the same memory, their gradient, and are
-multiplied back. Between the products a chunk is worked through in blocks of rows that fit a core's cache.
+multiplied back. Between the products a chunk is processed in blocks of rows that fit a core's cache.
 
 float32 and float64 inputs are multiplied as they are. bfloat16 is multiplied as the caller's ``products`` say: in
-float32 (exact logits, and several times faster on processors without bfloat16 instructions), or as it is, logits
-rounded to 8 bits as those of any bfloat16 head; everything between the products is float32 in any case. On CUDA the
+float32 (exact logits, and several times faster on processors without bfloat16 instructions), or in bfloat16, with
+logits rounded to 8 bits as in any bfloat16 head; everything between the products is float32 in any case. On CUDA the
 weight's gradient is a float32 sum of bfloat16 products, rounded once, at the end.
 
 Axes: N tokens, n tokens of one chunk, r of one block, M model width, V vocabulary.
@@ -44,12 +44,12 @@ TILE_ELEMENTS = 1 << 21
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """How hidden states become logits, and what a token costs beside its negative log-likelihood.
+    """Options for forming logits, and for the terms of a token's loss besides its negative log-likelihood.
 
-    Logits are softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap), or without the cap what stands in the
-    tanh; a head may have no bias. A token's objective is (1 − label_smoothing) · nll + label_smoothing · mean over the
-    vocabulary of −log p + z_loss · (log Σ exp logits)², as ``torch.nn.functional.cross_entropy`` smooths and PaLM
-    (arXiv 2204.02311 §5) keeps the softmax normalised.
+    Logits are softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap), or without a cap logit_scale ·
+    (hidden · weightᵀ + bias); a head may have no bias. A token's objective is (1 − label_smoothing) · nll +
+    label_smoothing · mean over the vocabulary of −log p + z_loss · (log Σ exp logits)², as
+    ``torch.nn.functional.cross_entropy`` smooths and PaLM (arXiv 2204.02311 §5) keeps the softmax normalised.
     """
 
     logit_scale: float = 1.0
@@ -83,14 +83,14 @@ def loss_sums(
     chunk_tokens: int | None = None,
     run: Run = call_function,
 ) -> tuple[Tensor, Tensor]:
-    """(Σ objective, Σ −log softmax(logits)[target]) over the targets that count, float32 (float64 for float64) scalars.
+    """Return (Σ objective, Σ −log softmax(logits)[target]) over the targets that are not ignored.
 
-    Logits are those of ``LossOptions``. The first sum has a gradient; the second is the plain negative log-likelihood,
-    to be reported, and has none. Targets are token ids or ``IGNORED_TARGET``. ``chunk_tokens`` tokens have logits at a
-    time; None takes a size at which these need 64 MiB, or a quarter of what the weight's gradient does; on an
-    accelerator 8,192 tokens, or as many as have 2^29 logits. That gradient is summed over chunks in float32.
-    ``products`` says how a CPU multiplies bfloat16; ``run`` calls what turns logits into losses where there is a
-    gradient.
+    Both are float32 scalars (float64 for float64 inputs). Logits are those of ``LossOptions``. The first sum has a
+    gradient; the second is the plain negative log-likelihood, to be reported, and has none. Targets are token ids or
+    ``IGNORED_TARGET``. Logits are formed for ``chunk_tokens`` tokens at a time; None takes a size at which they need
+    64 MiB, or a quarter of the memory of the weight's gradient; on an accelerator 8,192 tokens, or as many as have 2^29
+    logits. The weight's gradient is summed over chunks in float32. ``products`` says how a CPU multiplies bfloat16;
+    ``run`` calls the function that turns logits into losses if there is a gradient.
     """
     if torch.is_grad_enabled() and (hidden_NM.requires_grad or weight_VM.requires_grad):
         return _LossSums.apply(hidden_NM, weight_VM, bias_V, targets_N, options, products, chunk_tokens, run)
@@ -109,9 +109,9 @@ def token_nll(
     products: Products = "native",
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """−log softmax(logits)[target] of each token, [N] float32, no gradient; 0 where the target is ignored.
+    """Return −log softmax(logits)[target] of each token, [N] float32, no gradient; 0 if the target is ignored.
 
-    Of the options, only those that make the logits count.
+    Only the options that change the logits have an effect.
     """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
     for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, products, chunk_tokens):
@@ -121,7 +121,7 @@ def token_nll(
 
 
 class _LossSums(torch.autograd.Function):
-    """``loss_sums`` with gradients that wait for their factor."""
+    """Autograd function of ``loss_sums``: forward computes the gradients, backward multiplies them by their factor."""
 
     @staticmethod
     def forward(
@@ -160,7 +160,7 @@ class _LossSums(torch.autograd.Function):
 
 
 def scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """total · factor in ``dtype``, without a copy of the total in its own."""
+    """Return total · factor in ``dtype``, without a copy in the total's own dtype."""
     out_VM = torch.empty_like(total_VM, dtype=dtype)
     for tile in row_tiles(len(total_VM), max(1, TILE_ELEMENTS // total_VM.shape[1])):
         out_VM[tile] = total_VM[tile] * factor
@@ -168,7 +168,7 @@ def scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class SumsAndGradients(NamedTuple):
-    """What a head computes at once, for its loss is linear in the gradient that comes back to it."""
+    """Sums and gradients of a head, computed together because the loss is linear in its incoming gradient."""
 
     sums: Tensor
     """Σ objective and Σ negative log-likelihood, [2] in float64."""
@@ -197,10 +197,10 @@ def sums_and_gradients(
     *,
     with_softmax: bool = False,
 ) -> SumsAndGradients:
-    """``loss_sums`` and, where ``wanted``, the objective's gradients, before the factor that backward brings.
+    """Return ``loss_sums`` and, if ``wanted``, the objective's gradients, before the factor that backward brings.
 
-    ``dweight_VM`` and ``dbias_V`` are what earlier tokens gave: they are added to, in place. ``with_softmax`` keeps
-    what ``gradient_of_rows`` needs.
+    ``dweight_VM`` and ``dbias_V`` are the gradients of earlier tokens: they are added to, in place. ``with_softmax``
+    keeps the values that ``gradient_of_rows`` needs.
     """
     partial = accumulate_dtype(hidden_NM.dtype)
     # float64: a million tokens' losses add up without rounding that depends on the chunks
@@ -225,7 +225,7 @@ def sums_and_gradients(
             dbias_V += dlogits_nV.sum(0, dtype=partial)
         if wanted[1]:
             dweight_VM, product_VM = _plus_gradient(dweight_VM, dlogits_nV, hidden_nM, product_VM)
-        del dlogits_nV  # a compiled function's own: before the next chunk's is made
+        del dlogits_nV  # may be a compiled function's own tensor: free it before the next chunk's is made
     if wanted[1] and dweight_VM is None:  # no token is here
         dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
     return SumsAndGradients(sums, dhidden_NM, dweight_VM, dbias_V, softmax_2N)
@@ -242,10 +242,10 @@ def gradient_of_rows(
     products: Products,
     dweight_vM: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of some ``rows`` v of the weight, which ``weight_vM`` is, as ``sums_and_gradients`` does.
+    """Return the gradient of ``weight_vM``, the ``rows`` v of the weight, as ``sums_and_gradients`` does.
 
-    Their logits are computed a second time; ``softmax_2N`` is kept of the first. ``dweight_vM`` is what earlier tokens
-    gave: it is added to, in place.
+    Their logits are computed a second time; ``softmax_2N`` is kept from the first. ``dweight_vM`` is the gradient of
+    earlier tokens: it is added to, in place.
     """
     product_vM: Tensor | None = None
     for chunk, hidden_nM, logits_nv in _chunks(hidden_NM, weight_vM, None, products, None):
@@ -273,7 +273,7 @@ def _plus_gradient(
 
 
 def as_scalars(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both sums of hidden states of a dtype."""
+    """Return both sums as scalars in the accumulation dtype of hidden states of ``dtype``."""
     objective, nll = sums.to(accumulate_dtype(dtype)).unbind()
     # views of one tensor may not be an autograd function's two outputs
     return objective.clone(), nll.clone()
@@ -282,9 +282,9 @@ def as_scalars(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _chunks(
     hidden_NM: Tensor, weight_VM: Tensor, bias_V: Tensor | None, products: Products, chunk_tokens: int | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Each chunk's tokens, hidden states, and logits before scale and cap, the last two in the products' dtype.
+    """Yield each chunk's tokens, hidden states, and logits before scale and cap, the last two in the products' dtype.
 
-    All chunks' logits use the same memory in turn: a chunk's own would be asked of the system anew each time.
+    All chunks' logits use the same memory in turn: otherwise each chunk's would be allocated from the system again.
     """
     V, M = weight_VM.shape
     size = chunk_tokens or tokens_of_chunk(V, M, weight_VM.device.type)
@@ -304,7 +304,7 @@ def _chunks(
 
 
 def _times_weight(dlogits_nV: Tensor, weight_VM: Tensor) -> Tensor:
-    """dlogits · weight, [n, M]."""
+    """Return dlogits · weight, [n, M]."""
     dhidden_nM = dlogits_nV.new_zeros(len(dlogits_nV), weight_VM.shape[1])
     for tile, weight_vM in _weight_tiles(weight_VM, dlogits_nV.dtype):
         dhidden_nM.addmm_(dlogits_nV[:, tile], weight_vM)
@@ -312,8 +312,8 @@ def _times_weight(dlogits_nV: Tensor, weight_VM: Tensor) -> Tensor:
 
 
 def _weight_tiles(weight_VM: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The weight in the dtype of the products: whole where it has it, else as many rows at a time as are converted
-    at once, for a whole copy would need twice the weight's own memory."""
+    """Yield the weight in the dtype of the products: at once if it has that dtype, else some rows at a time, because a
+    full converted copy would need twice the weight's own memory."""
     if weight_VM.dtype == dtype:
         yield slice(0, len(weight_VM)), weight_VM
         return
@@ -324,8 +324,8 @@ def _weight_tiles(weight_VM: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice
 def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """Return uninitialised logits [tokens, V].
 
-    On a CPU rows of whole pages are kept apart: a column of them would fall into one set of the cache, and products
-    would take a quarter longer.
+    On a CPU, rows that fill an integer number of pages are padded: a column of them would fall into one set of the
+    cache, and products would take a quarter longer.
     """
     vocab_size, padding = len(weight_VM), 0
     if on_cpu(weight_VM) and vocab_size * dtype.itemsize % 4096 == 0:
@@ -334,10 +334,10 @@ def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 
 
 def tokens_of_chunk(vocab_size: int, width: int, device_type: str) -> int:
-    """Tokens of a chunk where nobody says, whole tiles of 64.
+    """Return the default number of tokens of a chunk, a multiple of 64.
 
-    On a CPU their logits are 2^24, or in number a quarter of the weight's elements; on an accelerator 2^29, of 1,024
-    tokens at least and 8,192 at most.
+    On a CPU they have 2^24 logits, or a quarter of the weight's number of elements if that is more; on an accelerator
+    2^29 logits, but at least 1,024 and at most 8,192 tokens.
     """
     if device_type == "cpu":
         return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
@@ -345,22 +345,22 @@ def tokens_of_chunk(vocab_size: int, width: int, device_type: str) -> int:
 
 
 def _rows_of_block(whole: Tensor) -> int:
-    """Rows that are worked on at a time: on a CPU few enough for the cache, on an accelerator for its memory."""
+    """Return the rows to process at a time: few enough for a CPU's cache, or for an accelerator's memory."""
     if not on_cpu(whole):
         return max(1, _BLOCK_ELEMENTS_OF_GPU // whole.shape[1])
     return max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // whole.shape[1])
 
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """The total with a · b added, in the same memory where there is a total."""
+    """Return the total with a · b added, in the same memory if there is a total."""
     return a @ b if total is None else total.addmm_(a, b)
 
 
 def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
-    """The total with a part of another dtype added, in the same memory; the part in ``dtype`` where there is none."""
+    """Return the total with a part of another dtype added in place, or without a total the part in ``dtype``."""
     if total is None:
         return part.to(dtype)
-    # PyTorch converts all that it adds before it adds any: of a block, the converted copy stays in the cache
+    # PyTorch converts a full operand before it adds: the converted copy of a block stays in the cache
     for block in row_tiles(len(total), _rows_of_block(total)):
         total[block] += part[block]
     return total
@@ -372,17 +372,17 @@ def losses_(
     """Return each token's objective and negative log-likelihood, and the gradient of the objectives' sum.
 
     The losses are [4, n] in the accumulation dtype, the last two rows ``SumsAndGradients.softmax_2N``; the gradient is
-    [n, V] in the logits' dtype, and without ``with_gradient`` holds nothing of meaning. Overwrites the logits, whose
-    memory the gradient may be.
+    [n, V] in the logits' dtype, and undefined without ``with_gradient``. Overwrites the logits; the gradient may share
+    their memory.
     """
     # On a CPU the blocks below stay in its cache, and no compiled loop over a vocabulary is as fast.
     if run is not call_function and not on_cpu(logits_nV):
         return run(whole_losses, logits_nV, targets_n, options, with_gradient, tokens_dim=0)
-    # a vocabulary of exponentials is summed in float32, whatever the products were
+    # a vocabulary of exponentials is summed in float32, whatever the dtype of the products
     partial = accumulate_dtype(logits_nV.dtype)
     losses_4n = logits_nV.new_empty(4, len(logits_nV), dtype=partial)
     for block in row_tiles(len(logits_nV), _rows_of_block(logits_nV)):
-        block_rV = logits_nV[block].to(partial)  # the logits themselves where they have this dtype
+        block_rV = logits_nV[block].to(partial)  # the logits themselves if they have this dtype
         for row, values_r in enumerate(_block_losses_(block_rV, targets_n[block], options, with_gradient)):
             losses_4n[row, block] = values_r
         if with_gradient and partial != logits_nV.dtype:
@@ -412,9 +412,9 @@ def _gradient_of_logits_(
 def whole_losses(
     logits_nV: Tensor, targets_n: Tensor, options: LossOptions, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``losses_`` does, without blocks and without a write to the logits.
+    """Return the results of ``losses_`` without blocks and without writing to the logits.
 
-    For a compiler, which fuses what blocks keep in the cache. Without ``with_gradient`` the second result is empty.
+    It is for a compiler, whose fusion replaces the blocks. Without ``with_gradient`` the second result is empty.
     """
     wide_nV = logits_nV.to(accumulate_dtype(logits_nV.dtype), copy=True)
     losses = torch.stack(_block_losses_(wide_nV, targets_n, options, with_gradient))
@@ -473,7 +473,7 @@ def _gradient_of_exponentials_(
 ) -> None:
     """Replace exponentials of some logits of a block by their gradient.
 
-    ``softmax`` are the largest logits and the masses, ``target`` the columns of the targets and whether they are here.
+    ``softmax`` are the largest logits and the masses, ``target`` the targets' columns and a mask of those within range.
     """
     smoothing, (peak_r1, mass_r1), (chosen_r1, is_here_r1) = options.label_smoothing, softmax, target
     weight_r1 = counted_r1.to(exp_rV.dtype) * options.logit_scale
@@ -487,7 +487,7 @@ def _gradient_of_exponentials_(
 
 
 def _scale_and_cap_(logits_rV: Tensor, options: LossOptions, with_gradient: bool) -> Tensor | None:
-    """Apply both in place; returns the derivative of cap · tanh(x / cap) where there is a cap and it is needed."""
+    """Apply both in place; return the derivative of cap · tanh(x / cap) if there is a cap and it is needed."""
     if not options.softcap:
         if options.logit_scale != 1:
             logits_rV.mul_(options.logit_scale)

@@ -1,4 +1,4 @@
-"""``on_cpu``: the one question by which kernels differ between a CPU and an accelerator."""
+"""``on_cpu``: the only check by which kernels distinguish a CPU from an accelerator."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def on_cpu(x: Tensor) -> bool:
-    """True if ``x`` is in a CPU's memory.
+    """Return whether ``x`` is in a CPU's memory.
 
-    Code for a CPU asks this; what is left serves accelerators. Tests answer no for tensors on the CPU, so that the
-    branches of an accelerator compute there (tests/as_on_a_gpu.py).
+    Code for a CPU checks this; all other code serves accelerators. Tests return False for tensors on the CPU, so that
+    the branches of an accelerator run there (tests/as_on_a_gpu.py).
     """
     return x.device.type == "cpu"

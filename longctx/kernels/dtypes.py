@@ -1,4 +1,4 @@
-"""The dtype of partial results, and conversions that take as little time as there is to convert."""
+"""The dtype of partial results, and conversions that are fast if there is little to convert."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of partial results for inputs of ``dtype``."""
+    """Return the dtype of partial results for inputs of ``dtype``."""
     if dtype == torch.float64:
         return torch.float64
     return torch.float32
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in this dtype: itself where it has it."""
+    """Return x in this dtype; x itself if it has it already."""
     # ``to`` finds that out as well, in the time of a small operation.
     if x.dtype == dtype:
         return x
@@ -25,6 +25,6 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def int64_tensor(numbers: Sequence[int]) -> Tensor:
-    """These numbers on the CPU."""
-    # Of ten numbers, ``torch.tensor`` takes four times as long.
+    """Return these numbers as a tensor on the CPU."""
+    # For ten numbers, ``torch.tensor`` takes four times as long.
     return torch.from_numpy(np.array(numbers, dtype=np.int64))

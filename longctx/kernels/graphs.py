@@ -1,4 +1,4 @@
-"""What torch.compile leaves outside its graphs."""
+"""Functions that torch.compile leaves outside its graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that torch.compile must leave as it is: each call of it is a graph break.
 
-    Unlike ``torch.compiler.disable``, which imports the tracer where it decorates: a second of every start.
+    Unlike ``torch.compiler.disable``, it does not import the tracer at decoration, which takes a second of every start.
     """
     left_out = torch._disable_dynamo(function)  # imports it when it is called
 

@@ -27,7 +27,9 @@ _COPIED_VALUES = 1 << 26
 
 
 def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Assignments in expert order: index into the flattened [N, k], its inverse, each expert's end (int32).
+    """Return the order of assignments by expert, as an index into the flattened [N, k].
+
+    Its inverse and each expert's end (int32) follow.
 
     Assignments without an expert (−1) come last, after every expert's end.
     """
@@ -43,9 +45,9 @@ def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 
 def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, products: Products) -> Tensor:
-    """Assignments [R, I] times their expert's weight, [R, O]; expert e has those from ``ends[e - 1]`` to ``ends[e]``.
+    """Multiply assignments [R, I] by their expert's weight to [R, O]; expert e has rows ``ends[e - 1]`` to ``ends[e]``.
 
-    The last end must be R: kernels leave what is past it unwritten, and garbage times a gate of 0 may be NaN.
+    The last end must be R: kernels leave rows past it unwritten, and garbage times a gate of 0 may be NaN.
     """
     if takes_grouped_mm(x_RI, weight_EIO, products=products):
         return nn.functional.grouped_mm(aligned(x_RI), aligned(weight_EIO), offs=ends_E)
@@ -59,7 +61,7 @@ def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, products: 
 
 
 def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Products) -> Tensor:
-    """Each expert's weight gradient, [E, O, I]; exact zeros for an expert without assignments."""
+    """Return each expert's weight gradient, [E, O, I]; exact zeros for an expert without assignments."""
     if takes_grouped_mm(dy_RO, x_RI, products=products):
         grad_EOI = nn.functional.grouped_mm(aligned(dy_RO).T, aligned(x_RI), offs=ends_E)
         if not on_cpu(grad_EOI):  # CUDA kernels have left groups without assignments unwritten
@@ -76,16 +78,17 @@ def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Prod
 
 
 def sum_by_expert(rows_RO: Tensor, ends_E: Tensor) -> Tensor:
-    """The sum of each expert's assignments in float32, [E, O], in fixed order on every device."""
+    """Sum each expert's assignments in float32, [E, O], in fixed order on every device."""
     offsets = torch.cat((ends_E.new_zeros(1), ends_E)).long()
     wide = rows_RO.to(accumulate_dtype(rows_RO.dtype))
     return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, initial=0)
 
 
 def takes_grouped_mm(a: Tensor, b: Tensor, *, products: Products) -> bool:
-    """Whether PyTorch's grouped product has these dtypes and widths: inner sizes of whole 16-byte words, no float64.
+    """Return whether PyTorch's grouped product supports these dtypes and widths.
 
-    On CUDA no float32 either, which it multiplies expert by expert while the host waits.
+    Inner sizes must be a multiple of 16 bytes, and float64 is not supported. On CUDA float32 is not used either, since
+    PyTorch multiplies it expert by expert while the host waits.
     """
     if multiplies_in_float32(a, products):
         return False
@@ -100,10 +103,10 @@ def _has_grouped_mm(x: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x as CUDA's grouped product takes it: a copy where a matrix or a row of it begins between two 16-byte words.
+    """Return x as CUDA's grouped product takes it: a copy if one of its matrices or rows is not aligned to 16 bytes.
 
-    DeepSpeed lays parameters end to end in flat buffers, so one parameter with a size that is no multiple of 8 shifts
-    all experts that come after it. CPUs take any address.
+    DeepSpeed lays parameters end to end in flat buffers, so one parameter with a size that is not a multiple of 8
+    shifts all experts that come after it. CPUs take any address.
     """
     if on_cpu(x) or is_aligned(x):
         return x
@@ -112,38 +115,38 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether x and each row and matrix of it begin on 16-byte words, and its rows or its columns lie side by side."""
+    """Return whether x and its rows and matrices are aligned to 16 bytes, and its rows or columns are contiguous."""
     # offsets, not addresses: storages begin on such words on every device, and a fake tensor has no address
     steps = [x.storage_offset(), *x.stride()]
     inner = -1
     if x.stride(-1) != 1:
         inner = -2
-    # values of a row (of a column, where x is transposed) are neighbours, and no two rows overlap
+    # values of a row (of a column, if x is transposed) are neighbours, and no two rows overlap
     if steps.pop(inner) != 1 or x.stride(-3 - inner) < x.shape[inner]:
         return False
     return all(step * x.element_size() % _WORD_BYTES == 0 for step in steps)
 
 
 def _product(a: Tensor, b: Tensor, products: Products) -> Tensor:
-    """a · b in their dtype."""
+    """Return a · b in their dtype."""
     if multiplies_in_float32(a, products):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
 
 
-# --- On an accelerator where PyTorch's own would wait: by blocks of rows, without asking for a size -------------------
+# --- On an accelerator, if PyTorch's own would wait: by blocks of rows, without reading a size on the host ------------
 #
 # ``grouped_mm`` of float32 on CUDA (PyTorch 2.11) loops over experts on the host, which waits for their ends. Here each
-# expert's rows are cut into blocks, the last of which is not full. How many blocks an expert has only the device knows,
-# but R rows of E experts never have more than R / block + E. So that many are multiplied, each with a copy of its
-# expert's weight, a few at a time; blocks of no expert multiply zeros.
+# expert's rows are cut into blocks, the last of which is not full. Only the device knows the number of an expert's
+# blocks, but R rows of E experts never have more than R / block + E. So that many are multiplied, each with a copy of
+# its expert's weight, a few at a time; blocks of no expert multiply zeros.
 
 
 def rows_by_blocks(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Return the assignments [R, I] times their expert's weight, [R, O]; all of them have an expert."""
     R, (_, inner, outer) = len(x_RI), weight_EIO.shape
     x_RI = _with_zeros(x_RI)
-    # One row more: where the results of rows that fill blocks up go, all of them 0.
+    # One row more, for the results of the rows that pad blocks, all of them 0.
     out_RO = x_RI.new_zeros(R + 1, outer)
     for rows_nb, expert_n in _blocks(ends_E, R, inner * outer):
         out_RO[rows_nb] = x_RI[rows_nb] @ weight_EIO[expert_n]
@@ -182,5 +185,5 @@ def _blocks(ends_E: Tensor, num_rows: int, values_of_weight: int) -> Iterator[tu
 
 
 def _with_zeros(x_RI: Tensor) -> Tensor:
-    """x and a row of zeros."""
+    """Append a row of zeros to x."""
     return torch.cat((x_RI, x_RI.new_zeros(1, x_RI.shape[1])))

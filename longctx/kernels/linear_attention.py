@@ -1,11 +1,11 @@
-"""Linear attention on one device: what a query needs of all its keys is one small matrix, the state.
+"""Linear attention on one device: one small matrix, the state, holds all that a query needs of its keys.
 
 With the feature map φ(x) = elu(x) + 1 (arXiv 2006.16236), out_i = φ(q_i)·S_i / φ(q_i)·z_i, where S_i = Σ φ(k_j)ᵀ v_j
-and z_i = Σ φ(k_j) over the keys j of i's document up to i (all of them if not causal). A column of ones beside the
-values makes z the last column of S, so there is one sum to keep.
+and z_i = Σ φ(k_j) over the keys j of i's document up to i (all of them if not causal). A column of ones appended to
+the values makes z the last column of S, so there is one sum to keep.
 
-Rows are cut into chunks of neighbours. Inside a chunk rows meet rows under a mask, as in softmax attention; what came
-before a chunk enters as a state. Whatever the number of documents, a pass is a few batched products.
+Rows are cut into chunks of neighbours. Inside a chunk rows meet rows under a mask, as in softmax attention; earlier
+rows enter a chunk as a state. Whatever the number of documents, a pass is a few batched products.
 
 Axes: B batch, t rows, H query heads, K key/value heads, G = H/K, D query/key head size, V value head size, W = V + 1,
 N chunks, C rows of a chunk, s states; X, Y, R, S stand for whichever of these a product is over.
@@ -32,7 +32,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Segments:
-    """The rows of one device cut into segments: neighbours of one document."""
+    """Rows of one device, cut into segments: neighbours of one document."""
 
     documents: PackedDocuments
     """The segments as documents packed into these rows; a list or a tensor of their boundaries becomes one."""
@@ -45,19 +45,22 @@ class Segments:
         object.__setattr__(self, "documents", PackedDocuments.of(self.documents))
 
     def rows(self, segment: int) -> slice:
-        """The rows of a segment."""
+        """Return the rows of a segment."""
         return slice(self.documents.bounds[segment], self.documents.bounds[segment + 1])
 
 
 class StateExchange(Protocol):
-    """How states reach other segments of their document on other devices. Both begin at once and end when called."""
+    """Exchange of states between the segments of a document on several devices.
+
+    Both methods start at once; the function that they return waits for the result.
+    """
 
     def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
-        """From the states that segments give to the states that enter those that take."""
+        """Map the states that segments give to the states that enter those that take."""
         ...
 
     def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
-        """The transposed map: from gradients of what was taken to gradients of what was given."""
+        """Apply the transposed map: gradients of the taken states to gradients of the given states."""
         ...
 
 
@@ -72,13 +75,13 @@ def linear_attention(
     exchange: StateExchange | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, t, H, V] in q's dtype and the state [s, B, K, D, V+1] of each segment in ``segments.gives``.
+    """Return output [B, t, H, V] in q's dtype and the state [s, B, K, D, V+1] of each segment in ``segments.gives``.
 
     A query meets the keys of its own segment and, in a segment of ``segments.takes``, the state that enters it:
-    ``carried_sBKDW``, or what ``exchange`` makes of the given states. A given state counts its segment's own keys
-    alone: add what was carried into the segment to have the state after it. Sums and states are float32 (float64 for
-    float64 inputs). A query whose weights all underflow to 0 gives 0. Everything is differentiable. ConfigError when
-    sizes do not fit.
+    ``carried_sBKDW``, or the result of ``exchange`` for the given states. A given state counts its segment's own keys
+    only: add the state carried into the segment to get the state after it. Sums and states are float32 (float64 for
+    float64 inputs). The output is 0 if all weights of a query underflow to 0. Everything is differentiable. Raise
+    ConfigError if sizes do not fit.
     """
     check_tensors(q_BtHD, k_BtKD, v_BtKV)
     _check_segments(segments, q_BtHD.shape[1], chunk)
@@ -93,7 +96,7 @@ def linear_attention(
 
 
 def check_tensors(q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor) -> None:
-    """ConfigError unless shapes and dtypes fit one another."""
+    """Raise ConfigError unless shapes and dtypes fit one another."""
     q, k, v = q_BtHD, k_BtKD, v_BtKV
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
@@ -105,7 +108,7 @@ def check_tensors(q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor) -> None:
 
 
 def _check_segments(segments: Segments, rows: int, chunk: int) -> None:
-    """ConfigError unless the segments are these rows and chunks have some."""
+    """Raise ConfigError unless the segments cover these rows and a chunk has at least one row."""
     count = PackedDocuments.of(segments.documents, rows).num_documents
     if any(not 0 <= s < count for s in segments.takes + segments.gives):
         raise ConfigError(f"takes {segments.takes} and gives {segments.gives} must be among the {count} segments.")
@@ -114,7 +117,10 @@ def _check_segments(segments: Segments, rows: int, chunk: int) -> None:
 
 
 class _LinearAttention(torch.autograd.Function):
-    """Keeps q, k, v, out and one denominator a row; features and scores are computed again in backward."""
+    """Autograd function that keeps q, k, v, out and one denominator per row.
+
+    Features and scores are computed again in backward.
+    """
 
     @staticmethod
     def forward(
@@ -141,7 +147,7 @@ class _LinearAttention(torch.autograd.Function):
         if taken is not None:
             taken = taken.to(sums.dtype)
             _add_product(sums, f, taken, segments, segments.takes)
-        # the column of ones has summed up the denominators; where all weights underflow, 0 / 1 and not 0 / 0
+        # the column of ones has summed up the denominators; if all weights underflow, 0 / 1 and not 0 / 0
         weight = sums[..., -1:]
         weight = weight.masked_fill(weight == 0, 1.0)
         out = (sums[..., :-1] / weight).to(q.dtype).flatten(2, 3)
@@ -162,8 +168,8 @@ class _LinearAttention(torch.autograd.Function):
         arriving = None
         if exchange is not None:
             arriving = exchange.carry_back(dtaken)
-        # y = Σ (f·g) u: each factor's gradient is the same sum with the two others instead of it; what a query takes
-        # from keys before it, a key's gradient takes from queries after it
+        # y = Σ (f·g) u: each factor's gradient is the same sum with the two others instead of it; a query sums over
+        # keys before it, so a key's gradient sums over queries after it
         df = _scan(dsums, u, g, chunks, before=True, after=not causal)
         dg = _scan(u, dsums, f, chunks, before=not causal, after=True)
         du = _scan(g, f, dsums, chunks, before=not causal, after=True)
@@ -183,26 +189,26 @@ class _LinearAttention(torch.autograd.Function):
 
 
 def _features(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """φ(q) as [B, t, K, G, D], φ(k) as [B, t, K, 1, D], and values with a column of ones as [B, t, K, 1, W]."""
+    """Return φ(q) as [B, t, K, G, D], φ(k) as [B, t, K, 1, D], and values with a column of ones as [B, t, K, 1, W]."""
     q, k, v = (x.to(accumulate_dtype(x.dtype)) for x in (q, k, v))
     f, g = _feature_map(q).unflatten(2, (k.shape[2], -1)), _feature_map(k).unsqueeze(3)
     return f, g, functional.pad(v, (0, 1), value=1.0).unsqueeze(3)
 
 
 def _feature_map(x: Tensor) -> Tensor:
-    """elu(x) + 1, without the cancellation that rounds it to 0 below -17 in float32."""
+    """Return elu(x) + 1, without the cancellation that rounds it to 0 below -17 in float32."""
     return x.clamp(max=0).exp_().add_(x.clamp(min=0))
 
 
 def _sums_gradient(dout: Tensor, out: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of the unnormalised sums [B, t, K, G, W], whose quotient is the output."""
+    """Return the gradient of the unnormalised sums [B, t, K, G, W], whose quotient is the output."""
     dout, out = (x.to(weight.dtype).unflatten(2, weight.shape[2:4]) for x in (dout, out))
     # of a quotient n / w: dn = dout / w and dw = −(dout · out) / w
     return torch.cat((dout, -(dout * out).sum(-1, keepdim=True)), -1).div_(weight)
 
 
 def _states(b_BtKGX: Tensor, c_BtKGY: Tensor, segments: Segments, which: tuple[int, ...]) -> Tensor:
-    """Σ bᵀc over the rows (and the group's heads) of each of these segments, [s, B, K, X, Y]."""
+    """Return Σ bᵀc over the rows (and the group's heads) of each of these segments, [s, B, K, X, Y]."""
     B, _, K, _, X = b_BtKGX.shape
     out = b_BtKGX.new_zeros(len(which), B, K, X, c_BtKGY.shape[-1])
     for state, segment in zip(out, which, strict=True):
@@ -223,7 +229,7 @@ def _add_product(
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """Which rows of a chunk meet, and how states pass from chunk to chunk, from before (0) and from after (1)."""
+    """Masks of rows that meet in a chunk, and the flow of states between chunks, from before (0) and from after (1)."""
 
     size: int
     count: int
@@ -238,9 +244,9 @@ class _Chunks:
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # training may find what generation left
+@torch.inference_mode(False)  # training may find chunks that generation cached
 def _chunks(segments: PackedDocuments, size: int, device: torch.device) -> _Chunks:
-    """The chunks of these segments; the last one is filled up with rows that hold zeros."""
+    """Return the chunks of these segments; the last one is padded with rows of zeros."""
     t = segments.num_tokens
     count = max(1, -(-t // size))
     rows = torch.arange(count * size).clamp(max=max(t - 1, 0))
@@ -264,9 +270,10 @@ def _chunks(segments: PackedDocuments, size: int, device: torch.device) -> _Chun
 
 
 def _scan(a_BtKGX: Tensor, b_BtKGX: Tensor, c_BtKGY: Tensor, chunks: _Chunks, *, before: bool, after: bool) -> Tensor:
-    """y_i = Σ (a_i·b_j) c_j over the rows j of i's segment: i itself, those before it, those after it; [B, t, K, G, Y].
+    """Return y_i = Σ (a_i·b_j) c_j over the rows j of i's segment, [B, t, K, G, Y].
 
-    The heads of a group are more rows of one chunk, on either side. Forward and all gradients are this one sum.
+    The rows are i itself and, if requested, those before it and those after it. The heads of a group are more rows of
+    one chunk, on either side. Forward and all gradients are this one sum.
     """
     groups, t = a_BtKGX.shape[3], a_BtKGX.shape[1]
     a, b, c = (_fold(x, chunks) for x in (a_BtKGX, b_BtKGX, c_BtKGY))
@@ -290,7 +297,7 @@ def _scan(a_BtKGX: Tensor, b_BtKGX: Tensor, c_BtKGY: Tensor, chunks: _Chunks, *,
 
 
 def _fold(x_BtKGX: Tensor, chunks: _Chunks) -> Tensor:
-    """The rows in chunks, [B, N, K, G·C, X]; missing rows are 0."""
+    """Return the rows in chunks, [B, N, K, G·C, X]; missing rows are 0."""
     missing, x = chunks.size * chunks.count - x_BtKGX.shape[1], x_BtKGX
     if missing:
         x = functional.pad(x, (0, 0) * 3 + (0, missing))
@@ -298,23 +305,23 @@ def _fold(x_BtKGX: Tensor, chunks: _Chunks) -> Tensor:
 
 
 def _only(x_BNKRX: Tensor, rows_NC: Tensor | None) -> Tensor:
-    """The tensor with 0 in all other rows of a chunk."""
+    """Return the tensor with 0 in all other rows of a chunk."""
     if rows_NC is None:
         return x_BNKRX
     return (x_BNKRX.unflatten(3, (-1, rows_NC.shape[1])) * rows_NC[:, None, None, :, None]).flatten(3, 4)
 
 
 def _entering(b_BNKSX: Tensor, c_BNKSY: Tensor, chunks: _Chunks, side: int) -> Tensor:
-    """The state that enters each chunk, [B, N, K, X, Y]: from the rows before it (side 0) or after it (side 1)."""
+    """Return the state that enters each chunk, [B, N, K, X, Y], from rows before it (side 0) or after it (side 1)."""
     states = b_BNKSX.mT @ _only(c_BNKSY, chunks.leaving_NC[side])
     order, step, first = range(1, chunks.count), 1, 0
     if side == 1:
         order, step, first = range(chunks.count - 2, -1, -1), -1, chunks.count - 1
-    # the running sum of one segment; a chunk that begins another starts anew
+    # the running sum of one segment; a chunk that begins another starts a new sum
     for n in order:
         if chunks.passes[side][n]:
             states[:, n] += states[:, n - step]
-    # what leaves a chunk enters the next one; nothing enters the first
+    # the state that leaves a chunk enters the next one; none enters the first
     entering = states.roll(step, 1)
     entering[:, first] = 0
     return entering

@@ -1,4 +1,4 @@
-"""Matrix products of a layer, of bfloat16 in float32 where the caller asks for ``products="float32"``.
+"""Matrix products of a layer; those of bfloat16 are formed in float32 with ``products="float32"``.
 
 A CPU without bfloat16 instructions unpacks every bfloat16 operand again and again: PyTorch's product is then two to
 eight times slower than converting once, multiplying in float32 and rounding the result once, which is also more exact.
@@ -25,12 +25,12 @@ _ROWS = 4096
 
 
 def multiplies_in_float32(x: Tensor, products: Products) -> bool:
-    """Whether products of ``x`` are formed in float32 and not in its own dtype."""
+    """Return whether products of ``x`` are formed in float32 and not in its own dtype."""
     return products == "float32" and x.dtype == torch.bfloat16 and on_cpu(x)
 
 
 def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
-    """x · weightᵀ + bias in x's dtype, [N, O]."""
+    """Return x · weightᵀ + bias in x's dtype, [N, O]."""
     if x_NI.dtype == torch.float32:
         return nn.functional.linear(x_NI, weight_OI, bias_O)
     if not torch.is_grad_enabled():
@@ -41,30 +41,30 @@ def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, pro
 
 
 def linear_graph(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
-    """``linear`` for its backward pass alone: nothing is multiplied, and every value is NaN.
+    """Record ``linear`` for its backward pass only: no product is computed, and every value is NaN.
 
-    For what is computed a second time, where no backward reads the product.
+    It is for recomputation, if no backward reads the product.
     """
     return _Linear.apply(x_NI, weight_OI, bias_O, products, False)
 
 
 def no_values(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """NaN in the shape of x · weightᵀ, without memory: should anyone read it, it will be noticed."""
+    """Return NaN in the shape of x · weightᵀ, without memory, so that any use of it is noticed."""
     return nan_of_shape(x_NI, x_NI.shape[:-1] + weight_OI.shape[:1])
 
 
 def nan_of_shape(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """NaN of a shape without memory, in the dtype and on the device of ``like``: for values that nobody reads."""
+    """Return NaN of a shape without memory, in the dtype and on the device of ``like``: for values never read."""
     return like.new_full((), torch.nan).expand(tuple(shape))
 
 
 def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
-    """``linear`` without a gradient, for the forward pass of an ``autograd.Function``."""
+    """Compute ``linear`` without a gradient, for the forward pass of an ``autograd.Function``."""
     if x_NI.dtype == torch.float32:
         return nn.functional.linear(x_NI, weight_OI, bias_O)
     if is_one_row(x_NI):
-        # Reads every weight once and as it is, with sums in float32: for one row a matrix product would convert or
-        # repack the whole weight, which takes up to twice the time.
+        # Reads every weight once, without conversion, with sums in float32: for one row a matrix product would convert
+        # or repack the full weight, which takes up to twice the time.
         if bias_O is None:
             out_O = torch.mv(weight_OI, x_NI.reshape(-1))
         else:
@@ -79,7 +79,7 @@ def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, p
 
 
 def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x · weightᵀ + bias, formed in float32 and rounded once."""
+    """Return x · weightᵀ + bias, formed in float32 and rounded once."""
     rows_NI, weight_IO = x_NI.reshape(-1, x_NI.shape[-1]), weight_OI.float().T
     out_NO = rows_NI.new_empty(len(rows_NI), weight_OI.shape[0])
     for n in row_tiles(len(rows_NI), _ROWS):
@@ -92,14 +92,14 @@ def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def is_one_row(x_NI: Tensor) -> bool:
-    """Whether x is a single row on the CPU, as in decoding."""
+    """Return whether x is a single row on the CPU, as in decoding."""
     return on_cpu(x_NI) and x_NI.numel() == x_NI.shape[-1]
 
 
 def multiply_backward(
     dy_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, *, needs_x: bool, needs_weight: bool, products: Products
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of ``multiply`` for x and the weight, each in its dtype, None where it is not needed."""
+    """Return the gradients of ``multiply`` for x and the weight, each in its dtype; None if it is not needed."""
     if multiplies_in_float32(x_NI, products):
         backward = _multiply_backward
         if torch.compiler.is_compiling():
@@ -120,7 +120,7 @@ def multiply_backward(
 def _multiply_backward(
     dy_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """``multiply_backward`` with products formed in float32; an empty tensor where a gradient is not needed."""
+    """Compute ``multiply_backward`` with products in float32; return an empty tensor if a gradient is not needed."""
     rows_NI, dy_rows_NO = x_NI.reshape(-1, x_NI.shape[-1]), dy_NO.reshape(-1, dy_NO.shape[-1])
     dx_NI = dweight_OI = x_NI.new_empty(0)
     wide_weight_OI = weight_OI
@@ -141,7 +141,7 @@ def _multiply_backward(
 
 
 def sum_rows(dy_NO: Tensor) -> Tensor:
-    """The gradient of a bias."""
+    """Return the gradient of a bias."""
     # as many terms as tokens: in bfloat16 a sum stops growing at 256 times its terms
     return dy_NO.flatten(0, -2).sum(0, dtype=accumulate_dtype(dy_NO.dtype)).to(dy_NO.dtype)
 
@@ -149,8 +149,8 @@ def sum_rows(dy_NO: Tensor) -> Tensor:
 def add_wide_product_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
     """Add a · b to a total of a wider dtype than the factors'.
 
-    On CUDA one product that rounds nothing and has no memory of its own; elsewhere the factors are converted. An
-    operator: PyTorch 2.11 traces its own ``addmm`` without the dtype of its result.
+    On CUDA it is one product without rounding and without memory of its own; elsewhere the factors are converted. It is
+    an operator, because PyTorch 2.11 traces its own ``addmm`` without the dtype of its result.
     """
     torch.ops.longctx.add_wide_product_.default(total_OI, a_ON, b_NI)
 
@@ -160,14 +160,14 @@ def _add_wide_product_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
 
 
 def add_wide_product_on_cuda_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
-    """``add_wide_product_`` by CUDA's product, the only one whose result has another dtype than its factors."""
+    """Compute ``add_wide_product_`` by CUDA's product, the only one with a result of another dtype than its factors."""
     torch.addmm(total_OI, a_ON, b_NI, out_dtype=total_OI.dtype, out=total_OI)
 
 
 class _Linear(torch.autograd.Function):
-    """``linear`` by ``multiply``, or without values for its backward alone.
+    """Autograd function of ``linear``: by ``multiply``, or without values for its backward only.
 
-    Saves the parameter itself and no copy of it: ZeRO-3 frees a gathered weight by emptying the parameter.
+    It saves the parameter itself and not a copy: ZeRO-3 frees a gathered weight by emptying the parameter.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How much memory this process can still get, page-locking some of it, and giving back what it has freed."""
+"""Memory of this process: its limit, page-locking, and returning freed pages to the system."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def available_bytes(
     with_growth: bool = False,
     system: Path = Path("/sys"),
 ) -> int:
-    """Memory that this process can still get: the machine's, or that of its control groups where that is less.
+    """Return the bytes that this process can still get: the machine's, or its control groups' if that is less.
 
-    In a container the machine's memory is not ours: the kernel ends who asks for more than the group's.
-    ``with_growth`` adds what a virtual machine's host may still give it.
+    In a container not all of the machine's memory is available: the kernel kills a process that exceeds the group's
+    limit. ``with_growth`` adds the memory that a virtual machine's host may still give it.
     """
     free = psutil.virtual_memory().available
     if with_growth:
@@ -49,9 +49,10 @@ def available_bytes(
 
 
 def growth_bytes(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> int:
-    """Return what this machine's memory may grow by: what a balloon holds; very much where memory is plugged in.
+    """Return the bytes by which this machine's memory may grow: those that a balloon holds.
 
-    0 on a machine that does not say so, which may be one whose memory grows all the same.
+    It is a very large number if memory can be plugged in, and 0 on a machine that does not report growth, even if its
+    memory can grow.
     """
     if any(next(system.glob(device), None) is not None for device in _PLUGGED):
         return _WITHOUT_LIMIT
@@ -65,7 +66,7 @@ def growth_bytes(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> int
 
 
 def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
-    """Yield the folders of this process's groups and of those around them, as both versions of cgroups have them."""
+    """Yield the folders of this process's groups and of their parents, in both versions of cgroups."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -80,7 +81,7 @@ def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
 
 
 def _left_in_group(folder: Path, otherwise: int) -> int:
-    """What a group may still take; ``otherwise`` where it has no limit."""
+    """Return the bytes that a group may still take; ``otherwise`` if it has no limit."""
     for limit_file, (used_file, cached) in _FILES.items():
         try:
             limit = (folder / limit_file).read_text().strip()
@@ -95,10 +96,11 @@ def _left_in_group(folder: Path, otherwise: int) -> int:
 
 
 def lock_pages(x: Tensor, device: torch.device) -> Callable[[], None]:
-    """Page-lock a CPU tensor's memory, so that a GPU copies to and from it at full speed and beside its computation.
+    """Page-lock a CPU tensor's memory, so that a GPU copies to and from it at full speed during its computation.
 
-    Returns what unlocks it, to be called before the memory is freed. Takes what the tensor has and no more: PyTorch
-    rounds its own page-locked memory up to a power of two. RuntimeError if the system allows no more of it.
+    Return a function that unlocks it, to be called before the memory is freed. No more than the tensor's memory is
+    locked: PyTorch rounds its own page-locked memory up to a power of two. Raise RuntimeError if the system allows no
+    more of it.
     """
     # In a new thread the current device would be the first one, which other ranks compute on.
     with torch.cuda.device(device):
@@ -108,10 +110,10 @@ def lock_pages(x: Tensor, device: torch.device) -> Callable[[], None]:
 
 
 def trim_heap() -> None:
-    """Give pages that hold only freed memory back to the system, where the C library can be told so (glibc).
+    """Return pages that hold only freed memory to the system, if the C library supports it (glibc).
 
-    It keeps those between memory in use, a little more after each large piece of work. Takes milliseconds, more where
-    much was freed: such pages are fetched again once they are needed.
+    The library keeps such pages between memory in use, a little more after each large piece of work. The call takes
+    milliseconds, more if much was freed: such pages are fetched again once they are needed.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Merging softmax results over different keys: eager, and on CUDA in one kernel where Triton is installed.
+"""Merging softmax results over different keys: eager, and on CUDA in one kernel if Triton is installed.
 
 Axes: V value head size; leading axes are any.
 """
@@ -24,7 +24,7 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 
 def merge_eager_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """``merge_`` in PyTorch's own operators: five passes over the outputs, where one kernel takes three."""
+    """Compute ``merge_`` by PyTorch's own operators: five passes over the outputs, while one kernel takes three."""
     total = torch.logaddexp(lse, block_lse)
     # Each result is normalised over its own keys; over all keys it counts exp(its lse − total), which is at most 1.
     # A row without any key would have −inf − (−inf): its results count exp(−inf) instead. A NaN stays one, and is seen.
@@ -37,12 +37,12 @@ def merge_eager_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor)
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed, as it is with PyTorch's builds for CUDA."""
+    """Return whether Triton is installed, as it is with PyTorch's builds for CUDA."""
     return find_spec("triton") is not None
 
 
 def is_one_stretch(*tensors: Tensor) -> bool:
-    """Whether each tensor's rows lie one behind the other, as the kernel takes them."""
+    """Return whether all tensors are contiguous, as the kernel requires."""
     return all(tensor.is_contiguous() for tensor in tensors)
 
 

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
-# PyTorch builds for CPUs come without Triton, and a kernel is launched by an index that no type tells of.
+# PyTorch builds for CPUs come without Triton, and a kernel is launched by an index that has no type.
 """The Triton kernel of ``merge_``: reads both results once and writes one.
 
 Axes: R rows (tokens × heads), V value head size.
@@ -55,6 +55,6 @@ def launch_merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor)
 
 
 def constants_for(value_dim: int) -> dict[str, int]:
-    """What the kernel is compiled for, beside dtypes."""
+    """Return the constants that the kernel is compiled for, besides dtypes."""
     padded = triton.next_power_of_2(value_dim)
     return {"V": value_dim, "V_PADDED": padded, "ROWS": max(1, _VALUES // padded)}

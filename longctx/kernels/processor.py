@@ -1,4 +1,4 @@
-"""What this machine's processor can do, and how bfloat16 is multiplied."""
+"""Capabilities of this machine's processor, and the ways to multiply bfloat16."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PRODUCTS: tuple[Products, ...] = ("native", "float32")
 
 @lru_cache(maxsize=1)
 def has_native_bfloat16() -> bool:
-    """Whether this machine's processor multiplies bfloat16 itself; elsewhere float32 is several times faster."""
+    """Return whether this machine's processor multiplies bfloat16 itself; otherwise float32 is several times faster."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def fastest_products() -> Products:
-    """The way that this machine's processor is faster in: what a model takes that was given none."""
+    """Return the faster way on this machine's processor, which is a model's default."""
     if has_native_bfloat16():
         return "native"
     return "float32"

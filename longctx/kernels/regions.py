@@ -1,8 +1,8 @@
-"""``Regions``: the parts of a training step that ``torch.compile`` makes one graph each of.
+"""``Regions``: the parts of a training step that ``torch.compile`` compiles to one graph each.
 
-A region is what lies between two things that no graph can hold: the attention core, whose work is other documents'
-each time, the experts, and ZeRO-3's hooks. A region takes tensors and constants, so other documents are no reason to
-compile again; its number of tokens is dynamic from the first call on.
+A region is the code between two things that no graph can hold: the attention core, whose work depends on the documents
+of each batch, the experts, and ZeRO-3's hooks. A region takes tensors and constants, so other documents do not compile
+it again; its number of tokens is dynamic from the first call on.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 
 
 class Run(Protocol):
-    """How a function of a block is called: as it is, or compiled."""
+    """Caller of a block's functions: eager or compiled."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, tokens_dim: int = 1) -> Any:
-        """``function(*args)``; all tensors among the arguments have the tokens as this dim."""
+        """Return ``function(*args)``; ``tokens_dim`` is the dim of the tokens in all tensors among the arguments."""
         ...
 
 
 class CompileCount(NamedTuple):
-    """What this process has compiled so far."""
+    """Graphs that this process has compiled so far, and the time it took."""
 
     graphs: int
     seconds: float
@@ -37,32 +37,32 @@ class CompileCount(NamedTuple):
 
 
 def call_function(function: Callable[..., Any], *args: Any, tokens_dim: int = 1) -> Any:
-    """``function(*args)``, as it is."""
+    """Return ``function(*args)``, without compiling it."""
     return function(*args)
 
 
 def run_with(compiler: str | None) -> Run:
-    """How a model calls its regions: with a compiler's backend compiled, with None as they are."""
+    """Return the caller of a model's regions: compiled with a compiler's backend, eager with None."""
     if compiler is None:
         return call_function
     return Regions(compiler)
 
 
 class Regions:
-    """Calls functions compiled, each compiled once for each structure of its arguments, whatever their lengths.
+    """Caller that compiles functions, each once for each structure of its arguments, whatever their lengths.
 
-    A function returns what it makes and writes to no argument: it may be handed a copy, where a write would be lost.
+    A function must return its results and not write to an argument: that may be a copy, and the write would be lost.
     """
 
     def __init__(self, backend: str = "inductor") -> None:
-        """``backend`` is ``torch.compile``'s."""
+        """Set the backend of ``torch.compile``."""
         self._backend = backend
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, function: Callable[..., Any], *args: Any, tokens_dim: int = 1) -> Any:
-        """``function(*args)``; all tensors among the arguments have the tokens as this dim.
+        """Return ``function(*args)``; ``tokens_dim`` is the dim of the tokens in all tensors among the arguments.
 
-        AssertionError if the function writes to one of them.
+        Raise AssertionError if the function writes to one of them.
         """
         if function not in self._compiled:
             self._compiled[function] = self._compile(function)
@@ -77,7 +77,7 @@ class Regions:
         return result
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # The tracer counts what it compiles by code object, and gives up at eight: each decoder has its own.
+        # The tracer counts compilations by code object, and gives up at eight: each decoder has its own.
         assert isinstance(function, FunctionType)
         own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
         # fullgraph: a part that no graph can hold is an error, and never silently slow
@@ -85,14 +85,14 @@ class Regions:
 
 
 def compile_count() -> CompileCount:
-    """What ``torch.compile`` has done in this process."""
-    from torch._dynamo.utils import calculate_time_spent, counters  # imported by now, where anything is compiled
+    """Return the graphs and the time of ``torch.compile`` in this process."""
+    from torch._dynamo.utils import calculate_time_spent, counters  # imported by now, if anything is compiled
 
     return CompileCount(counters["stats"]["unique_graphs"], calculate_time_spent()["total_wall_time"])
 
 
 def missing_for_compiling(device_type: str) -> str | None:
-    """What ``torch.compile`` needs for this device and this machine lacks, in words; None where all is there."""
+    """Return the requirement of ``torch.compile`` on this device that is missing, in words; None if all are met."""
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return "Python's header files are missing (python3-dev)"
     if device_type == "cuda":
@@ -109,20 +109,23 @@ def missing_for_compiling(device_type: str) -> str | None:
 
 
 def _laid_out_alike(arg: Any) -> Any:
-    """Return a copy of a tensor whose values do not lie side by side, or of a view of one: a graph is made for strides,
-    and those of a part change with the whole. Anything else is returned as it is."""
+    """Return a contiguous copy of a tensor that is not contiguous, or is a view of one that is not.
+
+    A graph is specialized on strides, and those of a part change with the full tensor. Anything else is returned as it
+    is.
+    """
     if not isinstance(arg, Tensor):
         return arg
     if not arg.is_contiguous():
         return arg.clone(memory_format=torch.contiguous_format)
     if arg._base is None or arg._base.is_contiguous():
         return arg
-    # A graph is also made for a view, or for none.
+    # A graph is also specialized on whether its input is a view.
     return arg.clone().view(arg.shape)
 
 
 def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """The tensors among the arguments, and in tuples among them."""
+    """Yield the tensors among the arguments, and in tuples among them."""
     for arg in args:
         if isinstance(arg, Tensor):
             yield arg

@@ -1,7 +1,7 @@
 """RMSNorm that keeps its input and one number a row for backward.
 
-PyTorch's, where it has no fused kernel, keeps three copies of its input in float32: for a layer of width M that is half
-of all that is kept. On CUDA it has one.
+Without a fused kernel, PyTorch's RMSNorm keeps three copies of its input in float32: for a layer of width M that is
+half of all kept activations. On CUDA it has a fused kernel.
 
 Axes: N rows (any leading shape), M normalised width.
 """
@@ -26,16 +26,17 @@ _FEW_ROWS = 32
 
 
 def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last axis, or · (1 + weight).
+    """Return x / sqrt(mean(x²) + eps) · weight over the last axis, or · (1 + weight) with ``offset``.
 
-    Computed in float32 (float64 for float64), where 1 + weight keeps what is learned, and rounded once to x's dtype.
+    Computed in float32 (float64 for float64), in which 1 + weight keeps the learned digits, and rounded once to x's
+    dtype.
     """
     if _has_fused_kernel(x_NM, weight_M, offset):
         return functional.rms_norm(x_NM, weight_M.shape, weight_M, eps)
-    # A graph would be one of a number of tokens.
+    # A graph would be specialized on a number of tokens.
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         is_plain = x_NM.dtype == weight_M.dtype == torch.float32 and not offset
-        # In generation alone: likelihoods and validations, which are compared by their digits, stay as they are.
+        # In generation only: likelihoods and validations, which are compared by their digits, stay as they are.
         if is_plain and torch.is_inference_mode_enabled() and x_NM.numel() <= _FEW_ROWS * x_NM.shape[-1]:
             return _normalize_few(x_NM, weight_M, eps)
         if is_plain and x_NM.numel() <= _FEW_VALUES:
@@ -45,20 +46,20 @@ def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False
 
 
 def _has_fused_kernel(x: Tensor, weight: Tensor, offset: bool) -> bool:
-    """Whether PyTorch normalises this in one kernel that keeps what ``_RMSNorm`` does, and rounds where it does."""
-    # A compiled graph fuses the definition with what is around it. 1 + weight needs a dtype that the kernel refuses.
+    """Return whether PyTorch has one kernel for this that saves and rounds the same values as ``_RMSNorm``."""
+    # A compiled graph fuses the definition with the code around it. 1 + weight needs a dtype that the kernel refuses.
     return not on_cpu(x) and x.dtype == weight.dtype and not offset and not torch.compiler.is_compiling()
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
-    """The result in x's dtype, and each row's 1 / sqrt(mean(x²) + eps)."""
+    """Return the result in x's dtype, and each row's 1 / sqrt(mean(x²) + eps)."""
     # float32: the mean of squares of thousands of bfloat16 values would lose their small ones
     partial = accumulate_dtype(x.dtype)
     wide = x.to(partial)
     rstd_N1 = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
     out, factor = _times(wide, rstd_N1, wide is not x), _factor(weight, offset, partial)
     # PyTorch 2.11's compiler loses the gradient of a result that has a second name, as ``mul_`` and ``to`` of the same
-    # dtype return it (its issue 180642). What is compiled gains nothing by a product in place.
+    # dtype return it (its issue 180642). Compiled code gains nothing by a product in place.
     if torch.compiler.is_compiling():
         out = out * factor
     else:
@@ -67,9 +68,9 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Ten
 
 
 def _normalize_few(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The result for a few rows of float32, where the number of operations counts."""
+    """Return the result for a few rows of float32, for which the number of operations dominates."""
     norm_N1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    # A number of Python's would become a tensor in each call, which takes as long as the sum.
+    # A Python number would become a tensor in each call, which takes as long as the sum.
     rstd_N1 = torch.addcmul(_scalar(eps, x.device), norm_N1, norm_N1, value=1 / x.shape[-1]).rsqrt_()
     return (x * rstd_N1).mul_(weight)
 
@@ -80,7 +81,7 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Saves x as it is and each row's 1 / sqrt(mean(x²) + eps)."""
+    """Autograd function that saves x as it is and each row's 1 / sqrt(mean(x²) + eps)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
@@ -107,14 +108,14 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _times(wide: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-    """The product, in the same memory where that is a copy: new pages would take longer than the product."""
+    """Return the product, in place if ``wide`` is a copy: new pages would take longer than the product."""
     if in_place:
         return wide.mul_(factor)
     return wide * factor
 
 
 def _factor(weight: Tensor, offset: bool, partial: torch.dtype) -> Tensor:
-    """What normalised values are multiplied by."""
+    """Return the factor of the normalised values."""
     factor = weight.to(partial)
     if offset:
         return factor + 1

@@ -38,7 +38,7 @@ _CROSS_SITES = 2 * MOST_LAYERS
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a forward pass tells a layer; layers of one mixer differ in their number alone."""
+    """Arguments of a layer in a forward pass; those of layers of one mixer differ only in the layer's number."""
 
     core: PassCore
     plan: Plan
@@ -62,7 +62,7 @@ class Call:
     """Of the layers of a decoder that reads a source."""
 
     def draws(self) -> Draws:
-        """What the layer's residual sums drop."""
+        """Return the dropout draws of the layer's residual sums."""
         if self.dropout is None:
             return None, None, None
         # Each site draws other random numbers for the same token.
@@ -76,7 +76,7 @@ class Block(nn.Module):
     """Attention and FFN, each added to the residual stream, with norms before, after or around them."""
 
     def __init__(self, config: ModelConfig, layer: int, experts: slice = slice(None)) -> None:
-        """``experts`` are the layer's experts whose weights are here."""
+        """Build the layer with the weights of ``experts``, those of its experts that are here."""
         super().__init__()
         M = config.hidden_size
         spec = layer_specs(config)[layer]
@@ -103,13 +103,13 @@ class Block(nn.Module):
         self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalars else None)
 
     def forward(self, x_BtM: Tensor, table: RotaryTable | None, *, call: Call) -> tuple[Tensor, ...]:
-        """The layer's output [B, t, M], and its router's ``RouterStats.tensors`` (a dense layer has none).
+        """Return the layer's output [B, t, M], and its router's ``RouterStats.tensors`` (a dense layer has none).
 
-        With ``call.keep`` "attention" only x and the core's result survive until backward, and of a layer of experts
-        their ids, and their output where a norm follows it. Backward computes the rest anew: that sends nothing and
-        computes no softmax attention (linear attention's own rows it does); the experts' own backward sends their
-        tokens again. With "inputs" x and the ids survive alone, and the core computes and sends a second time.
-        With ``call.by_chunks`` x and the output are handles of a residual stream that lies in a store.
+        With ``call.keep`` "attention" only x and the core's result survive until backward, and in a layer of experts
+        their ids, and their output if a norm follows it. Backward computes the rest again: that sends nothing and
+        computes no softmax attention (but linear attention's own rows); the experts' own backward sends their tokens
+        again. With "inputs" only x and the ids survive, and the core computes and sends a second time. With
+        ``call.by_chunks`` x and the output are handles of a residual stream that is in a store.
         """
         if call.by_chunks is not None:
             return call.by_chunks(self, x_BtM, table, call)
@@ -135,7 +135,7 @@ class Block(nn.Module):
     def _attend(
         self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> Tensor:
-        """The core's result of the layer's input."""
+        """Return the core's result for the layer's input."""
         cache, cached = None, call.cache is not None
         q, k, v = call.run(Block.before_core, self, x_BtM, table, cached)
         if call.cache is not None:
@@ -149,11 +149,11 @@ class Block(nn.Module):
     def finish(
         self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
-        """The layer's results, from its input and the core's."""
+        """Return the layer's results, from its input and the core's result."""
         cached = call.cache is not None
         if isinstance(self.mlp, FeedForward):
             return (call.run(Block.after_core, self, x_BtM, heads_BtHV, draws, cached, call.only_graph),)
-        # Experts stay outside: how many tokens each of them gets is data.
+        # Experts stay outside: the number of tokens of each depends on data.
         x_BtM, normed_BtM = call.run(Block.join_attention, self, x_BtM, heads_BtHV, draws, cached)
         out_BtM, *stats = self.mlp(normed_BtM, call.experts, recompute_cache)
         return self.join_ffn(x_BtM, out_BtM, draws), *stats
@@ -161,24 +161,24 @@ class Block(nn.Module):
     def before_core(
         self, x_BtM: Tensor, table: RotaryTable | None, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the layer's input, as ``project`` gives them."""
+        """Return queries, keys and values of the layer's input, as ``project`` gives them."""
         normed_BtM = self.before(x_BtM, "input_layernorm")
         return self.self_attn.project(normed_BtM, table, cached=cached, only_graph=only_graph)
 
     def after_core(
         self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool, only_graph: bool = False
     ) -> Tensor:
-        """The output of a dense layer, from its input and the core's result."""
+        """Return the output of a dense layer, from its input and the core's result."""
         x_BtM, normed_BtM = self.join_attention(x_BtM, heads_BtHV, draws, cached)
-        # A norm reads what it is given.
+        # A norm of the output reads its values.
         only_graph = only_graph and self.order == "pre"
         return self.join_ffn(x_BtM, self.mlp(normed_BtM, only_graph=only_graph), draws)
 
     def add_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draw: Draw | None, cached: bool) -> Tensor:
-        """The residual stream with attention added, from the layer's input and the core's result."""
+        """Return the residual stream with attention added, from the layer's input and the core's result."""
         input_BtM = None
         if self.self_attn.gates_output:
-            # The norm a second time costs less than to keep its result beside the projections.
+            # Computing the norm again costs less than keeping its result in addition to the projections.
             input_BtM = self.before(x_BtM, "input_layernorm")
         out_BtM = self.self_attn.output(heads_BtHV, input_BtM, cached=cached)
         if self.norms_outputs:
@@ -189,7 +189,7 @@ class Block(nn.Module):
         return x_BtM
 
     def join_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
-        """The residual stream with attention added, and what the FFN or the experts read of it."""
+        """Return the residual stream with attention added, and the input of the FFN or the experts."""
         x_BtM = self.add_attention(x_BtM, heads_BtHV, draws[0], cached)
         # Hugging Face's names: only a sandwich has a norm called pre_feedforward_layernorm.
         second = "post_attention_layernorm"
@@ -198,7 +198,7 @@ class Block(nn.Module):
         return x_BtM, self.before(x_BtM, second)
 
     def join_ffn(self, x_BtM: Tensor, out_BtM: Tensor, draws: Draws) -> Tensor:
-        """The residual stream with the output of the FFN or of the experts added."""
+        """Return the residual stream with the output of the FFN or of the experts added."""
         if self.norms_outputs:
             out_BtM = self.post_feedforward_layernorm(out_BtM)
         x_BtM = self.add(x_BtM, out_BtM, draws[1])
@@ -209,13 +209,13 @@ class Block(nn.Module):
         return x_BtM
 
     def before(self, x_BtM: Tensor, norm: str) -> Tensor:
-        """What a part reads of the residual stream: its norm, but for a layer that norms outputs or sums alone."""
+        """Return a part's input: the norm of the residual stream, or x if the layer norms only outputs or sums."""
         if not self.norms_inputs:
             return x_BtM
         return getattr(self, norm)(x_BtM)
 
     def add(self, x_BtM: Tensor, part_BtM: Tensor, draw: Draw | None) -> Tensor:
-        """The residual stream with one part's output added."""
+        """Return the residual stream with one part's output added."""
         if draw is not None:
             part_BtM = draw.drop(part_BtM)
         if self.residual_scale != 1:

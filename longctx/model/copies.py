@@ -2,11 +2,11 @@
 
 Each direction has a stream of its own: a link carries both at once. Nothing else puts them in order, so each piece of
 host memory knows the last copy into it and out of it: a copy out of it runs behind the one that filled it, a copy into
-it behind those that read what it overwrites.
+it behind those that read the values it overwrites.
 
-Page-locked memory comes in pages whose sizes are powers of two, because PyTorch rounds every page-locked allocation up
-to one: what is taken of the host is what is kept, rounded up to ``LEAST_PAGE_BYTES``. All but the last few pages of a
-tensor have one size, so that rows of another length find them again in PyTorch's cache.
+Page-locked memory comes in pages with sizes of powers of two, because PyTorch rounds every page-locked allocation up to
+one: so a tensor takes only its own size of host memory, rounded up to ``LEAST_PAGE_BYTES``. All but the last few pages
+of a tensor have one size, so that rows of another length find them again in PyTorch's cache.
 
 Axes: B rows, t tokens, c of a chunk.
 """
@@ -36,7 +36,7 @@ Mark = torch.Event | None
 
 
 class Streams(NamedTuple):
-    """The streams of copies, one a direction."""
+    """CUDA streams of copies, one per direction."""
 
     to_host: torch.cuda.Stream
     to_device: torch.cuda.Stream
@@ -44,7 +44,7 @@ class Streams(NamedTuple):
 
 @cache
 def streams_of(device: torch.device) -> Streams | None:
-    """Return the device's streams for copies; None where copies are done at once."""
+    """Return the device's streams for copies; None if copies are done at once."""
     # On tensors without data there is a device and no stream.
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -52,7 +52,7 @@ def streams_of(device: torch.device) -> Streams | None:
 
 
 class Copies:
-    """Starts copies beside a device's computation, and makes the computation wait for them."""
+    """Copies that overlap a device's computation, and marks that make the computation wait for them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,22 +61,24 @@ class Copies:
         """True where values leave the device's memory; on a CPU they are in the host's already."""
 
     def new_page(self, num_bytes: int) -> Tensor:
-        """Return memory of the host that the device can copy to and from, page-locked beside a GPU."""
+        """Return memory of the host that the device can copy to and from, page-locked for a GPU."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
 
     def computed(self) -> Mark:
-        """Mark what the computation has been given to do so far."""
+        """Return a mark behind all computation that was started so far."""
         if self._streams is None:
             return None
         return torch.cuda.current_stream(self.device).record_event()
 
     def to_host(self, pairs: Sequence[tuple[Tensor, Tensor]], *after: Mark) -> Mark:
-        """Start to copy each second tensor to the first, behind all of ``after``. The device memory must stay until the
-        computation has waited for the mark that is returned."""
+        """Start to copy each second tensor to the first, behind all of ``after``; return a mark.
+
+        The device memory must stay until the computation has waited for the mark.
+        """
         return self._start(self._streams and self._streams.to_host, pairs, after)
 
     def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]], *after: Mark) -> Mark:
-        """The same in the other direction: the memory is the computation's, and waits for the mark likewise."""
+        """Start copies in the other direction; the device memory must likewise stay until the wait for the mark."""
         return self._start(self._streams and self._streams.to_device, pairs, after)
 
     def wait(self, mark: Mark) -> None:
@@ -90,7 +92,7 @@ class Copies:
             mark.synchronize()
 
     def hold(self, x: Tensor) -> None:
-        """Let no one have the memory of x before all copies to the device that have been started are done."""
+        """Keep the memory of x from reuse until all copies to the device that have been started are done."""
         if self._streams is not None:
             x.record_stream(self._streams.to_device)
 
@@ -109,7 +111,7 @@ class Copies:
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    # Each is memory without gaps: PyTorch gathers what has some on the host, at once and behind nothing.
+    # Each is contiguous: PyTorch would gather other tensors on the host, at once and without waiting for any copy.
     for target, source in pairs:
         target.copy_(source, non_blocking=True)
 
@@ -127,13 +129,15 @@ class HostTensor:
 
     @property
     def pages(self) -> list[Tensor]:
-        """All values as bytes, in order; who reads or writes them waits for copies first."""
+        """All values as bytes, in order; wait for copies before reading or writing them."""
         return list(self._parts(0, self._shape[0] * self._row_bytes))
 
     def write(self, tokens: slice, x: Tensor) -> Mark:
-        """Start to copy the contiguous values x [B, c, …] of some tokens. Their memory must stay until the computation
-        has waited for the mark that is returned."""
-        # What is copied must have been computed, and what is overwritten must have been read.
+        """Start to copy the contiguous values x [B, c, …] of some tokens; return a mark.
+
+        Their memory must stay until the computation has waited for the mark.
+        """
+        # The copied values must have been computed, and the overwritten ones must have been read.
         mark = self._copies.to_host(list(self._pairs(tokens, x)), self._copies.computed(), self._read.last(tokens))
         self._filled.note(tokens, mark)
         return mark
@@ -149,11 +153,11 @@ class HostTensor:
         return self.fetch(slice(0, self._shape[1]))
 
     def copy_to(self, out: Tensor, tokens: slice, computed: Mark) -> Mark:
-        """Start to copy the values of some tokens to ``out`` [B, c, …] on the device, whose rows have no gaps.
+        """Start to copy the values of some tokens to ``out`` [B, c, …] on the device, which has contiguous rows.
 
-        ``computed`` marks where the computation had come to when it took that memory."""
+        ``computed`` marks the point of the computation at which it took that memory."""
         pairs = [(part, page) for page, part in self._pairs(tokens, out)]
-        # What had the memory before must have been computed with, and what is copied must be here.
+        # Earlier users of the memory must be done, and the copied values must be here.
         mark = self._copies.to_device(pairs, computed, self._filled.last(tokens))
         self._read.note(tokens, mark)
         return mark
@@ -162,7 +166,7 @@ class HostTensor:
         """Yield parts of pages with the parts of x that belong there, as bytes."""
         whole = tokens.start == 0 and tokens.stop == self._shape[1] and x.is_contiguous()
         rows, token_bytes = x.detach(), self._row_bytes // max(1, self._shape[1])
-        # Rows of tokens lie apart on the host.
+        # Rows of tokens are apart on the host.
         for row, values in enumerate([rows] if whole else rows):
             values, start = as_bytes(values), row * self._row_bytes + tokens.start * token_bytes
             done = 0
@@ -187,13 +191,13 @@ class FromHost:
         self._is_awaited = False
 
     def wait(self) -> Tensor:
-        """The values, on the device; they are read and not written to."""
+        """Make the computation wait for the values, and return them; they must not be written to."""
         self._copies.wait(self._mark)
         self._is_awaited = True
         return self._values
 
     def __del__(self) -> None:
-        # Wanted by nobody: the memory must not be given away under the copy.
+        # Nothing waited for them: the memory must not be reused during the copy.
         if not self._is_awaited:
             self._copies.hold(self._values)
 
@@ -209,7 +213,7 @@ class Leaving:
         self._tensors: deque[tuple[Tensor, Mark]] = deque()
 
     def hold(self, x: Tensor, mark: Mark) -> None:
-        """Let no one have the memory of x before the copies up to ``mark`` are done."""
+        """Keep the memory of x from reuse until the copies up to ``mark`` are done."""
         self._tensors.append((x, mark))
         # In the order of the computation, so that the memory is free when the computation comes to use it again.
         while len(self._tensors) > self._UNDER_WAY:
@@ -218,7 +222,7 @@ class Leaving:
 
 
 class _Marks:
-    """The last copy in one direction of each range of tokens."""
+    """Marks of the last copy of each range of tokens, in one direction."""
 
     def __init__(self) -> None:
         self._marks: dict[tuple[int, int], Mark] = {}
@@ -229,7 +233,7 @@ class _Marks:
         self._marks[tokens.start, tokens.stop] = mark
 
     def last(self, tokens: slice) -> Mark:
-        """The last copy of any of these tokens, behind which all others are done: one stream carries them."""
+        """Return the last copy of any of these tokens; all others are done before it, as one stream carries them."""
         for (start, stop), mark in reversed(self._marks.items()):
             if start < tokens.stop and tokens.start < stop:
                 return mark
@@ -237,7 +241,7 @@ class _Marks:
 
 
 def page_sizes(num_bytes: int) -> list[int]:
-    """Cut a tensor of so many bytes into pages: of ``PAGE_BYTES``, then of smaller and smaller powers of two."""
+    """Cut a tensor of ``num_bytes`` into pages: of ``PAGE_BYTES``, then of smaller and smaller powers of two."""
     full, rest = divmod(num_bytes, PAGE_BYTES)
     sizes = [PAGE_BYTES] * full
     if not full and rest < LEAST_PAGE_BYTES:
@@ -250,7 +254,7 @@ def page_sizes(num_bytes: int) -> list[int]:
 
 
 def of_tokens(shape: Sequence[int], num_tokens: int) -> list[int]:
-    """The shape [B, t, …] with another number of tokens."""
+    """Return the shape [B, t, …] with another number of tokens."""
     changed = list(shape)
     changed[1] = num_tokens
     return changed

@@ -39,16 +39,16 @@ class CrossBlock(Block):
         return self.finish(x_BtM, heads_BtHV, draws, call, recompute_cache)
 
     def before_cross(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
-        """The residual stream with attention added, and cross attention's queries of it [B, t, H, D]."""
+        """Return the residual stream with attention added, and cross attention's queries of it [B, t, H, D]."""
         x_BtM = self.add_attention(x_BtM, heads_BtHV, draws[0], cached)
         return x_BtM, self.cross_attn.queries(self.before(x_BtM, "cross_layernorm"))
 
     def source_keys(self, source_BsM: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross attention's keys and values [B, s, K, D] of a source."""
+        """Return cross attention's keys and values [B, s, K, D] of a source."""
         return self.cross_attn.keys_and_values(source_BsM)
 
     def join_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
-        """The residual stream with cross attention added, and what the FFN reads of it.
+        """Return the residual stream with cross attention added, and the input of the FFN.
 
         The layer's own attention is in the stream already.
         """
@@ -58,10 +58,10 @@ class CrossBlock(Block):
         return x_BtM, self.before(x_BtM, "post_attention_layernorm")
 
     def _source_keys(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Keys and values of the source: made once, if it keeps them."""
+        """Return keys and values of the source, computed only once if it keeps them."""
         assert call.cross is not None, "a layer that reads a source was told of none"
         source = call.cross.source
-        # In training nobody asks for them a second time, and their gradient needs them in this graph.
+        # In training they are not needed a second time, and their gradient needs them in this graph.
         if source.keys is None:
             return call.run(CrossBlock.source_keys, self, source.hidden_BsM)
         if call.layer not in source.keys:

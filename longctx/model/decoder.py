@@ -1,4 +1,4 @@
-"""The decoder, and an encoder beside it: tokens in, hidden states and losses out.
+"""The decoder, with an optional encoder: tokens in, hidden states and losses out.
 
 Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S documents, E experts.
 """
@@ -59,7 +59,7 @@ from longctx.model.training_pass import (
 
 
 class Decoder(nn.Module):
-    """A causal language model's network. Its attention cores decide which keys a query sees, on whatever rank."""
+    """Network of a causal language model. Its attention cores decide which keys a query sees, on all ranks."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
     ) -> None:
         """Build the network with the initial weights of ``seed``; None leaves memory unset, for a state dict to fill.
 
-        ``cores`` serve the layers whose mixers name them; those that are left out are of one process. The decoder holds
+        ``cores`` serve the layers with mixers that name them; missing ones are cores of one process. The decoder holds
         the experts that its ``dispatcher`` names: without one, all.
         """
         super().__init__()
@@ -94,11 +94,11 @@ class Decoder(nn.Module):
             self.initialize(seed)
 
     def initialize(self, seed: int) -> None:
-        """Set every weight to its initial value, which depends on ``seed`` and the tensor's name alone."""
+        """Set every weight to its initial value, which depends only on ``seed`` and the tensor's name."""
         _initialize(self, seed)
 
     def logical_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the whole model's tensor of which the parameter ``name``, of this shape, is here."""
+        """Return the shape of the full tensor of parameter ``name``, of which a part of this shape is here."""
         return (self.config.num_experts, *shape[1:]) if is_expert_weight(name) else tuple(shape)
 
     @outside_graphs  # parts of it are compiled by ``Regions``; it plans by numbers that no graph may hold
@@ -120,17 +120,17 @@ class Decoder(nn.Module):
         segments: Tensor | None = None,
         ahead: Sequence[Tensor] = (),
     ) -> Any:
-        """Hidden states [B, t, M]; with ``return_stats`` also a list of ``RouterStats``, one a layer (none if dense).
+        """Return hidden states [B, t, M]; with ``return_stats`` also ``RouterStats`` of each layer (none if dense).
 
         ``cu_seqlens`` are the global document boundaries; None makes every row one document. ``document_ids`` [B, t]
-        tells which segment of them each token belongs to, negative for padding; it may be left out when these tokens
-        are the whole of ``cu_seqlens``. ``row_tokens`` is the length of rows laid end to end in these (an expert's
-        capacity is one of a row); 0 if none were. ``placement`` tells where the sequence's tokens live. Without a
-        ``training_pass`` nothing is random. With a ``cache`` the tokens continue its sequences: those of ``chunk``, by
-        default one that every process has whole. A ``stream``'s handle stands for the hidden states. ``source`` is what
-        ``encode`` gave, of a model with an encoder. ``segments`` [B, t] are those of the tokens in their documents;
-        None is the first for all. ``ahead`` [B, t] are the tokens that follow, a token further for each block for
-        multi-token prediction: then a list of ``HeadInput`` stands for the hidden states.
+        is the document of each token among them, negative for padding; it may be left out if these tokens are all of
+        ``cu_seqlens``. ``row_tokens`` is the length of rows laid end to end in these (an expert's capacity is one of a
+        row); 0 if none were. ``placement`` is the location of the sequence's tokens. Without a ``training_pass``
+        nothing is random. With a ``cache`` the tokens continue its sequences: those of ``chunk``, by default a chunk
+        that every process has in full. A ``stream``'s handle stands for the hidden states. ``source`` is the result of
+        ``encode``, for a model with an encoder. ``segments`` [B, t] are those of the tokens in their documents; None is
+        the first for all. ``ahead`` [B, t] are the tokens that follow, a token further for each block of multi-token
+        prediction: then a list of ``HeadInput`` stands for the hidden states.
         """
         source = _source_of(self, cache, source)
         hidden_BtM, stats = _through(
@@ -157,9 +157,9 @@ class Decoder(nn.Module):
     def encode(
         self, source: Stream, training_pass: TrainingPass | None = None, *, keeps_keys: bool = False
     ) -> EncodedSource:
-        """The encoder's hidden states of a source, which ``forward`` reads beside its own tokens.
+        """Return the encoder's hidden states of a source, which ``forward`` reads besides its own tokens.
 
-        With ``keeps_keys`` layers keep the keys and values that they make of them, for a generation's later tokens.
+        With ``keeps_keys`` layers keep the keys and values that they make from them, for a generation's later tokens.
         """
         if self.encoder is None:
             raise ConfigError("the model has no encoder (model.encoder_layers=0), and a source was given.")
@@ -179,11 +179,11 @@ class Decoder(nn.Module):
         return self.cores["softmax"].new_cache()
 
     def new_caches(self, most: int) -> Callable[[], KVCache]:
-        """Makes empty caches, of which at most so many are in use together."""
+        """Return a function that makes empty caches, of which at most ``most`` are in use together."""
         return self.cores["softmax"].new_caches(most)
 
     def logits(self, hidden_BtM: Tensor) -> Tensor:
-        """Next-token logits [B, t, V] in the model's dtype."""
+        """Return next-token logits [B, t, V] in the model's dtype."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens)
 
     def loss_sums(
@@ -195,36 +195,36 @@ class Decoder(nn.Module):
         norm: nn.Module | None = None,
         **options: float,
     ) -> tuple[Tensor, Tensor]:
-        """Σ objective, with gradient, and Σ negative log-likelihood, without: float32, and the logits are never whole.
+        """Return Σ objective (with gradient) and Σ negative log-likelihood (without) in float32.
 
-        With a ``stream`` its handle, which ``forward`` gave, stands for the hidden states, and its last ``norm`` is
-        applied here, by default the model's. The objective of a target is its negative log-likelihood with smoothed
-        labels plus the z-loss; ``options`` are the two of ``LossOptions``.
+        Logits of all tokens never exist at once. With a ``stream`` its handle, which ``forward`` returned, stands for
+        the hidden states, and its last ``norm`` is applied here, by default the model's. The objective of a target is
+        its negative log-likelihood with smoothed labels plus the z-loss; ``options`` are the two of ``LossOptions``.
         """
         by_chunks = None if stream is None else partial(chunked_loss_sums, stream, _before_head(self, norm))
         table = self.model.embed_tokens
         return self.lm_head(hidden_BtM, table=table, targets_Bt=targets_Bt, by_chunks=by_chunks, **options)
 
     def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
-        """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
+        """Return each token's negative log-likelihood [B, t], float32, without gradient; 0 if the target is ignored."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
 
 
 def described(stream: Stream) -> dict[str, Any]:
-    """What ``Decoder.forward`` is told of a stream besides ids, positions and documents, by its parameters' names."""
+    """Return the arguments of ``Decoder.forward`` that describe a stream, except ids, positions and documents."""
     names = ("document_ids", "row_tokens", "placement", "segments")
     return {name: getattr(stream, name) for name in names}
 
 
 def selection_biases(decoder: Decoder) -> list[Tensor]:
-    """The buffers [E] that routers add where they choose experts, one a layer of experts; none if it has none."""
+    """Return the buffers [E] that routers add to choose experts, one per layer of experts; empty if there are none."""
     return [buffer for name, buffer in decoder.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def _source_of(decoder: Decoder, cache: PassCache | None, given: EncodedSource | None) -> EncodedSource | None:
-    """What the tokens of a pass read: what their cache has, or what was given.
+    """Return the source that the tokens of a pass read: their cache's, or the given one.
 
-    ConfigError for a source without an encoder, and for an encoder without a source.
+    Raise ConfigError for a source without an encoder, and for an encoder without a source.
     """
     assert cache is None or given is None, "a cache has its own source"
     source = given if cache is None else _cached_source(decoder, cache)
@@ -239,7 +239,7 @@ def _source_of(decoder: Decoder, cache: PassCache | None, given: EncodedSource |
 
 
 def _cached_source(decoder: Decoder, cache: PassCache) -> EncodedSource | None:
-    """What the sequences of a cache read: of several the sources as one, until one enters or leaves."""
+    """Return the source of a cache's sequences; several are joined once, until a sequence enters or leaves."""
     if not isinstance(cache, SequencesCache):
         return cache.source
     # Beams of one sequence share a source.
@@ -271,7 +271,7 @@ def _through(
     segments: Tensor | None = None,
     ahead: Sequence[Tensor] = (),
 ) -> tuple[Any, list[RouterStats]]:
-    """Tokens through one stack: hidden states or what stands for them, and with ``return_stats`` the routers'."""
+    """Run tokens through one stack; return hidden states, or their stand-in, and the routers' statistics if wanted."""
     config = stack.config
     new_tokens, given = chunk, stream
     if cache is not None and chunk is None:
@@ -291,7 +291,7 @@ def _through(
     positions_Bt, longest = place(config, documents, positions_Bt, document_ids, cache, chunk)
     if training_pass.replay is not None:
         training_pass.replay.check(config, positions_Bt.numel())
-    # Both break a compiled graph, so they are made only for what reads them.
+    # Both break a compiled graph, so they are made only if they are read.
     if document_ids is None and (return_stats or is_random(config, training_pass)):
         document_ids = document_ids_of(documents, tokens_Bt)
     random = build_random(config, training_pass, documents, positions_Bt, document_ids, row_tokens=row_tokens)
@@ -333,7 +333,7 @@ def _through(
 def _look_ahead(
     stack: Stack, hidden_BtM: Tensor, stream: ResidualStream | None, ahead: Sequence[Tensor], calls: PassCalls
 ) -> Any:
-    """What the head reads: hidden states, or with ``ahead`` a ``HeadInput`` of the last layer and of each block."""
+    """Return the head's input: hidden states, or with ``ahead`` a ``HeadInput`` of the last layer and of each block."""
     if not ahead:
         return hidden_BtM
 
@@ -348,7 +348,7 @@ def _look_ahead(
 
 
 def _before_head(decoder: Decoder, norm: nn.Module | None = None) -> nn.Module | None:
-    """What stands between a residual stream and the output matrix: its last ``norm``, by default the model's."""
+    """Return the modules before the output matrix: the last ``norm``, by default the model's, and the transform."""
     parts = [part for part in (norm or decoder.model.norm, decoder.lm_head.transform) if part is not None]
     if len(parts) > 1:
         return nn.Sequential(*parts)
@@ -365,19 +365,19 @@ def _cross_call(
     cache: PassCache | None,
     chunk: TokenChunk | None,
 ) -> CrossCall | None:
-    """What the cross attention of a pass is told; None without a source."""
+    """Return the call of a pass's cross attention; None without a source."""
     if source is None:
         return None
     core = decoder.cores[CROSS]
     if cache is not None and chunk is not None:
-        # The source is whole on every process, and its documents are the sequences.
+        # Every process has the full source, and its documents are the sequences.
         core, placement = LocalAttention(products=decoder.execution.products), None
         documents = PackedDocuments.of_lengths(_given_each(cache, chunk))
     return cross_call(decoder.config, core, documents, source, tokens_Bt, placement, head_groups)
 
 
 def _given_each(cache: PassCache, chunk: TokenChunk) -> list[int]:
-    """Tokens here of the sequences of each source that a chunk goes on with."""
+    """Return the number of tokens here, for each source, of the sequences that a chunk continues."""
     if not isinstance(cache, SequencesCache):
         return [chunk.num_given]
     each = zip(cache.sources, chunk.sequences, strict=True)
@@ -385,7 +385,7 @@ def _given_each(cache: PassCache, chunk: TokenChunk) -> list[int]:
 
 
 def _cores_of(decoder: Decoder, config: ModelConfig, chunk: TokenChunk | None) -> dict[Mixer, PassCore]:
-    """The core of each mixer of a stack."""
+    """Return the core of each mixer of a stack."""
     cores = {mixer: decoder.cores[mixer.core] for mixer in mixers_of(config)}
     if chunk is not None and chunk.sequences:
         return {mixer: SequencesCore(core, chunk.sequences) for mixer, core in cores.items()}
@@ -393,7 +393,7 @@ def _cores_of(decoder: Decoder, config: ModelConfig, chunk: TokenChunk | None) -
 
 
 def _run_of(decoder: Decoder, cache: PassCache | None) -> Run:
-    """How blocks call their parts: compiled in training alone."""
+    """Return the caller of blocks' parts: compiled in training only."""
     # evaluation has other lengths, generation few tokens
     if cache is not None or not torch.is_grad_enabled():
         return call_function
@@ -407,13 +407,13 @@ def _host_store(
     tables: Sequence[RotaryTable | None],
     source: EncodedSource | None,
 ) -> HostStore | None:
-    """Where a stack's layers keep what they save for backward; None is the device."""
+    """Return the store of the tensors that a stack's layers save for backward; None is the device."""
     if decoder.execution.store != "host" or not torch.is_grad_enabled():
         return None
     shared = [x for table in tables if table is not None for x in table.tensors()]
     if source is not None:
         shared.append(source.hidden_BsM)
-    # What has less than a byte a token does not grow with the row: to move it takes longer than to keep it.
+    # A tensor of less than a byte per token does not grow with the row: moving it costs more than keeping it.
     return HostStore(Copies(tokens_Bt.device), config.depth, least_bytes=tokens_Bt.numel(), shared=shared)
 
 
@@ -425,7 +425,7 @@ def _build_moe_call(
     counted_Bt: Tensor | None,
     chunk: TokenChunk | None,
 ) -> MoECall:
-    """What the pass tells all layers of experts; ``counted_Bt`` are the documents that statistics are made for."""
+    """Build the call of all layers of experts; ``counted_Bt`` are the documents that statistics are made for."""
     execution, dispatcher = decoder.execution, decoder.dispatcher
     if chunk is not None and chunk.is_replicated:
         dispatcher = dispatcher.of_replicated()
@@ -448,12 +448,12 @@ def _build_moe_call(
 
 
 def external_parameters(decoder: Decoder) -> list[tuple[nn.Module, nn.Parameter]]:
-    """(module, parameter) for each parameter that a module other than its owner reads; ZeRO-3 has to be told."""
+    """Return (module, parameter) for each parameter that a module other than its owner reads, for ZeRO-3."""
     external: list[tuple[nn.Module, nn.Parameter]] = []
     if decoder.config.tie_embeddings:
         table: Any = decoder.model.embed_tokens.weight
         external.append((decoder.lm_head, table))
-    # By chunks the head applies the last norm, and what it has itself is called once a chunk.
+    # By chunks the head applies the last norm, and its own modules are called once per chunk.
     if decoder.execution.chunk_tokens:
         norms = [norm for norm in (decoder.model.norm,) if norm is not None]
         norms.extend(block.norm for block in decoder.model.mtp)
@@ -461,7 +461,7 @@ def external_parameters(decoder: Decoder) -> list[tuple[nn.Module, nn.Parameter]
         if decoder.lm_head.transform is not None:
             parts.append(decoder.lm_head.transform)
         external.extend((decoder.lm_head, p) for part in parts for p in part.parameters())
-        # What comes before a block that looks further ahead applies the norm before it.
+        # The join before a block that looks further ahead applies the norm before it.
         for norm, block in zip(norms, decoder.model.mtp, strict=False):
             external.extend((block.join, p) for p in norm.parameters())
     return external
@@ -472,7 +472,7 @@ def _initialize(decoder: Decoder, seed: int) -> None:
     for name, parameter in decoder.named_parameters():
         if parameter.is_meta:
             continue
-        # Of experts the own ones alone are drawn: a weight has the same values on any number of expert ranks.
+        # Only this rank's experts are drawn: a weight has the same values on any number of expert ranks.
         whole = torch.Size(decoder.logical_shape(name, parameter.shape)).numel()
         initial, first = InitialTensor(name, whole, decoder.config, seed), 0
         if whole != parameter.numel():

@@ -1,4 +1,4 @@
-"""The output head: logits, or the loss without ever holding them whole.
+"""The output head: logits, or the loss without ever holding all of them.
 
 Axes: B rows, t tokens of this rank, M model width, V vocabulary.
 """
@@ -30,7 +30,7 @@ from longctx.model.layers.norms import build_norm
 
 
 class HeadCalls(NamedTuple):
-    """How a head computes, but for what depends on the tokens."""
+    """Functions of a head, with all arguments bound that do not depend on the tokens."""
 
     loss: Callable[..., SumsAndGradients]
     """``sums_and_gradients`` of (hidden_NM, targets_N=, wanted=, dweight_VM=, dbias_V=, with_softmax=)."""
@@ -43,7 +43,7 @@ LossByChunks = Callable[[Tensor, Tensor, Tensor | None, Tensor, HeadCalls], tupl
 
 
 class HeadTransform(nn.Module):
-    """A projection to the embeddings' width, the FFN's activation, and a norm (BERT's masked-LM head)."""
+    """Projection to the embeddings' width, the FFN's activation, and a norm (BERT's masked-LM head)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -56,14 +56,17 @@ class HeadTransform(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Everything that reads the output matrix happens in this forward: ZeRO-3 gathers a weight for its reader alone.
+    """Output head. Only its forward reads the output matrix, since ZeRO-3 gathers a weight for its reader only.
 
-    A tied head owns no weight. It is handed the embedding *module* and reads the table inside its forward, after
-    ZeRO-3 has gathered what ``external_parameters`` registered.
+    A tied head owns no weight. It is given the embedding *module* and reads the table inside its forward, after
+    ZeRO-3 has gathered the parameters that ``external_parameters`` registered.
     """
 
     def __init__(self, config: ModelConfig, products: Products, run: Run = call_function) -> None:
-        """``products`` says how a CPU multiplies bfloat16, ``run`` how a training loss is computed (``loss_sums``)."""
+        """Build the head.
+
+        ``products`` says how a CPU multiplies bfloat16, ``run`` how a training loss is computed (``loss_sums``).
+        """
         super().__init__()
         self.products: Products = products
         self.run = run
@@ -73,7 +76,7 @@ class LMHead(nn.Module):
             weight = nn.Parameter(torch.empty(config.vocab_size, config.embedding_dim))
         if config.head_bias:
             bias = nn.Parameter(torch.empty(config.vocab_size))
-        # Registered also as None, so that forward reads one name and a state dict has the key only where it is owned.
+        # Registered also as None, so that forward reads one name and a state dict has the key only if it is owned.
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
         self.register_parameter("weight", weight)
@@ -93,9 +96,9 @@ class LMHead(nn.Module):
         label_smoothing: float = 0.0,
         by_chunks: LossByChunks | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [B, t, V]; with targets the pair of ``loss_sums``, or ``per_token`` the NLL of each [B, t].
+        """Return logits [B, t, V]; with targets the pair of ``loss_sums``, or ``per_token`` the NLL of each [B, t].
 
-        With ``by_chunks`` what stands for the hidden states is the handle that it knows.
+        With ``by_chunks`` its handle stands for the hidden states.
         """
         weight_VM: Tensor = table.weight
         if self.weight is not None:

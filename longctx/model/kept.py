@@ -1,4 +1,4 @@
-"""What survives of a layer from forward to backward, and where: on the device, or in the host's memory.
+"""Tensors of a layer that survive from forward to backward, on the device or in the host's memory.
 
 ``HostStore`` moves tensors to the host as layers save them, and back one layer before backward comes to them. On a GPU
 the host waits for none of the copies (``longctx.model.copies``), and a layer's computation hides its neighbour's.
@@ -26,14 +26,15 @@ Store = Literal["device", "host", "disk"]
 
 
 class HostStore:
-    """Keeps in the host's memory what the layers of one forward pass save for backward.
+    """Store in the host's memory of the tensors that the layers of one forward pass save for backward.
 
-    The last layer's stays on the device: backward wants it at once. So does what several layers share, and weights.
-    Equal bits come back, with equal strides: whole storages are moved, and one that a layer saves twice is moved once.
+    The last layer's stay on the device: backward needs them at once. So do tensors that several layers share, and
+    weights. Equal bits come back, with equal strides: full storages are moved, and one that a layer saves twice is
+    moved once.
     """
 
     def __init__(self, copies: Copies, num_layers: int, *, least_bytes: int, shared: Sequence[Tensor] = ()) -> None:
-        """Storages of fewer than ``least_bytes`` stay, and those of the ``shared`` tensors."""
+        """Create the store; storages of fewer than ``least_bytes`` and of ``shared`` tensors stay on the device."""
         self._copies, self._last, self._least_bytes = copies, num_layers - 1, least_bytes
         self._shared = {x.untyped_storage()._cdata for x in shared}
         self._layer: _Layer | None = None
@@ -42,7 +43,7 @@ class HostStore:
 
     @contextmanager
     def layer(self, number: int) -> Iterator[None]:
-        """Around the forward pass of a layer: what autograd saves in it, and what is ``put``, goes to the host."""
+        """Move tensors that autograd saves in a layer's forward pass, or that are ``put`` in it, to the host."""
         earlier = self._newest
         layer = _Layer(self._copies, earlier, stays=number == self._last)
         self._layer = self._newest = layer
@@ -51,13 +52,13 @@ class HostStore:
                 yield
         finally:
             self._layer = None
-            # Its copies had the time of this layer's computation. The computation waits for them here, which bounds
-            # what is on its way: memory that is free "once it is copied" would be so when the host asks, far too early.
+            # Its copies had the time of this layer's computation. The computation waits for them here, which bounds the
+            # memory on its way: if it were free "once it is copied", that would be when the host asks, far too early.
             if earlier is not None:
                 earlier.release()
 
     def put(self, x: Tensor) -> Any:
-        """What ``on_device`` makes x of, which has no history; x itself outside of a layer, or where it is shared."""
+        """Move x, which has no history; return an object for ``on_device``, or x itself if it is not moved."""
         if self._layer is None or not self._moves(x):
             return x
         return self._layer.put(x)
@@ -68,7 +69,7 @@ class HostStore:
             return x
         # Without history: a node that saves its own result would otherwise hold itself.
         detached = x.detach()
-        # A weight transposed, which is what a product saves. Only x itself knows its base.
+        # A transposed weight, as a product saves it. Only x itself knows its base.
         if isinstance(x._base, nn.Parameter):
             return detached
         return self.put(detached)
@@ -81,14 +82,14 @@ class HostStore:
 
 
 def on_device(x: Any) -> Tensor:
-    """The tensor that ``HostStore.put`` was given, or that autograd saved."""
+    """Return the tensor that was given to ``HostStore.put``, or that autograd saved."""
     if isinstance(x, Tensor):
         return x
     return x.on_device()
 
 
 class _Layer:
-    """What one layer has moved to the host."""
+    """Tensors that one layer has moved to the host."""
 
     def __init__(self, copies: Copies, earlier: _Layer | None, *, stays: bool) -> None:
         self.copies, self.earlier, self._stays = copies, earlier, stays
@@ -96,7 +97,7 @@ class _Layer:
         """Marks that all of it has left the device."""
         self._fetched = False
         self._storages: list[weakref.ref[_Storage]] = []
-        # Until release: device memory that is being copied, and what it is copied to.
+        # Until release: device memory that is being copied, and its copy.
         self._leaving: dict[tuple[int, int, torch.dtype], tuple[Tensor, _Storage]] = {}
 
     def put(self, x: Tensor) -> _Moved | _Stayed:
@@ -117,12 +118,12 @@ class _Layer:
         return _Moved(moved, x.shape, x.stride(), int(x.storage_offset()))
 
     def release(self) -> None:
-        """Give the device memory back, once it is copied."""
+        """Release the device memory, once it is copied."""
         self.copies.wait(self._copied)
         self._leaving.clear()
 
     def fetch(self) -> None:
-        """Start to bring back what backward still wants."""
+        """Start to bring back the tensors that backward still needs."""
         if self._fetched:
             return
         self._fetched = True
@@ -132,7 +133,7 @@ class _Layer:
                 moved.fetch()
 
     def reached(self) -> None:
-        """Backward has come to this layer: its tensors must have set out, and its neighbour's."""
+        """Start to bring back this layer's tensors, which backward has reached, and its neighbour's."""
         self.fetch()
         # One layer ahead of its need: this layer's backward hides the copies.
         if self.earlier is not None:
@@ -153,7 +154,7 @@ class _Storage:
         self._device = self.host.whole()
 
     def take(self) -> Tensor:
-        """The storage on the device. With the last of its parts this object lets go of it."""
+        """Return the storage on the device. With the last of its parts this object releases it."""
         self._layer.reached()
         if self._device is None:  # backward comes a second time
             self.fetch()
@@ -167,7 +168,7 @@ class _Storage:
 
 @dataclass(frozen=True, eq=False)
 class _Moved:
-    """A saved tensor that lies in a storage on the host."""
+    """Saved tensor in a storage on the host."""
 
     storage: _Storage
     shape: torch.Size
@@ -180,7 +181,7 @@ class _Moved:
 
 @dataclass(frozen=True, eq=False)
 class _Stayed:
-    """A saved tensor of the last layer."""
+    """Saved tensor of the last layer."""
 
     layer: _Layer
     tensor: Tensor

@@ -4,7 +4,7 @@
     hᵏ = norm_k(block_k(W_k [norm(embedding of token i + k); norm(hᵏ⁻¹)]))        k = 1 … mtp_layers
     the head's logits of hᵏ at token i predict token i + k + 1
 
-They read the model's table of tokens and its head, and are part of training alone: no validation, evaluation or
+They read the model's table of tokens and its head, and are part of training only: no validation, evaluation or
 generation computes them.
 
 Axes: B rows, t tokens of this rank, M model width.
@@ -31,7 +31,7 @@ RunBlock = Callable[[int, Tensor, ResidualStream | None], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class HeadInput:
-    """What the head reads: of the last layer, or of a block that looks further ahead."""
+    """Input of the head: from the last layer, or from a block that looks further ahead."""
 
     hidden_BtM: Tensor
     """Hidden states behind the last norm; of a ``stream`` its handle, and the norm is the head's to apply."""
@@ -40,7 +40,7 @@ class HeadInput:
 
 
 class MtpJoin(nn.Module):
-    """What comes before such a block: hidden states behind a last norm, and the next token's embedding."""
+    """Module before such a block, which joins hidden states behind a last norm and the next token's embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -49,23 +49,23 @@ class MtpJoin(nn.Module):
         self.eh_proj = Linear(2 * M, M, bias=False)
 
     def forward(self, before: HeadInput, embedded_BtM: Tensor, stream: ResidualStream | None) -> tuple[Tensor, Tensor]:
-        """What the head goes on with, and what the block reads: its ``stream`` begins with it, if it has one."""
-        # Without chunks autograd sums what the head and the block give back.
+        """Return the head's hidden states and the block's input, with which its ``stream`` begins if it has one."""
+        # Without chunks autograd sums the gradients of the head and the block.
         if before.stream is None or stream is None:
             return before.hidden_BtM, self.join(before.hidden_BtM, embedded_BtM)
-        # Two go on from one residual stream. In this forward alone the weights are whole, with ZeRO-3.
+        # Head and block continue from one residual stream. With ZeRO-3, full weights exist only in this forward.
         weights = [weight for module in (self, before.norm) if module is not None for weight in module.parameters()]
         return branch_off(
             before.stream, stream, before.hidden_BtM, embedded_BtM, norm=before.norm, join=self.join, weights=weights
         )
 
     def join(self, hidden_BtM: Tensor, embedded_BtM: Tensor) -> Tensor:
-        """The block's input."""
+        """Return the block's input."""
         return self.eh_proj(torch.cat((self.enorm(embedded_BtM), self.hnorm(hidden_BtM)), -1))
 
 
 class MtpBlock(nn.Module):
-    """A block, what comes before it, and the norm between its output and the head."""
+    """A block, the join before it, and the norm between its output and the head."""
 
     def __init__(self, config: ModelConfig, layer: int, experts: slice = slice(None)) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ def look_ahead(
     """Run the blocks, each behind the one before it, the first behind the last layer.
 
     ``embedded`` [B, t, M] are the rows of the table of the tokens that follow, one token further for each block.
-    Returns what the head reads, the ``first`` among it.
+    Return the inputs of the head, including ``first``.
     """
     found = [first]
     for number, (block, embedded_BtM) in enumerate(zip(blocks, embedded, strict=True)):
         before, stream = found[-1], None
         if before.stream is not None:
             stream = before.stream.branch()
-        # The block reads what the head reads: with chunks before the norm, which the join applies.
+        # The block reads the head's input: with chunks before the norm, which the join applies.
         hidden_BtM, x_BtM = block.join(before, embedded_BtM, stream)
         found[-1] = replace(before, hidden_BtM=hidden_BtM)
         x_BtM = run_block(number, x_BtM, stream)

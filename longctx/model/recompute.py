@@ -1,4 +1,4 @@
-"""``RecomputeCache``: what a layer computed once, saved for its recomputation."""
+"""``RecomputeCache``: results of a layer's first run, saved for its recomputation."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ both runs, however their scores are rounded."""
 
 
 class RecomputeCache(AbstractContextManager):
-    """What one layer computed or received, from its first run to its second.
+    """Results that one layer computed or received, from its first run to its second.
 
-    That is attention's output and log-sum-exp, tokens' experts and what these gave.
-    Activation checkpointing runs a layer's forward a second time. Each part asks ``load`` first: in the second run it
-    returns what the first run saved, and neither kernel nor communication is needed again.
+    They are attention's output and log-sum-exp, the tokens' experts and the experts' output. Activation checkpointing
+    runs a layer's forward a second time. Each part calls ``load`` first: in the second run it returns the results that
+    the first run saved, and neither kernel nor communication is needed again.
     """
 
     def __init__(
         self, keep: Keep = "attention", put: Callable[[Tensor], Any] | None = None, *, by_chunks: bool = False
     ) -> None:
-        """``keep`` says which parts are saved, one of those that recompute; ``put`` where: makes of each what
-        ``on_device`` takes back; None keeps them on the device.
+        """Create an empty cache.
 
-        ``by_chunks``: the second run is a graph of its own, and not the first one's that is filled again.
+        ``keep`` says which parts are saved, one of those that recompute. ``put`` stores a tensor and returns an object
+        for ``on_device``; None keeps tensors on the device. With ``by_chunks`` the second run is a graph of its own,
+        and does not fill the first one's again.
         """
         self._parts = _PARTS[keep]
         self._put = put
@@ -44,20 +45,20 @@ class RecomputeCache(AbstractContextManager):
         """Whether the layer is being recomputed."""
 
     def of_cross(self) -> RecomputeCache:
-        """The same cache for the run of the layer's second core, which reads a source."""
-        # Within one run of the layer, so that both say alike whether it is the second.
+        """Return the same cache for the run of the layer's second core, which reads a source."""
+        # Within one run of the layer, so that both agree on whether it is the second.
         view = copy(self)
         view._core = "cross"
         return view
 
     def keeps(self, of: str) -> bool:
-        """Whether a part of the layer is saved; the second run computes the others again."""
+        """Return whether a part of the layer is saved; the second run computes the others again."""
         return of in self._parts
 
     def load(self, of: str | None = None) -> tuple[Tensor, ...] | None:
-        """What the first run saved of a part of the layer, then the caller's alone; None where it has to be computed.
+        """Return, and hand over, the first run's results of a part of the layer; None if they must be computed.
 
-        Without a part's name it is the core's that asks. ConfigError when it was recalled before: the graph is
+        Without a part's name it is the calling core's. Raise ConfigError if they were loaded before: the graph is
         differentiated a second time.
         """
         of = of or self._core
@@ -72,7 +73,7 @@ class RecomputeCache(AbstractContextManager):
         return tuple(on_device(x) for x in self._saved.pop(of))
 
     def save(self, *tensors: Tensor, of: str | None = None) -> None:
-        """Keep these of a part of the layer for the second run, without their history; nothing of other parts."""
+        """Keep these results of a part of the layer for the second run, without history; ignore parts not kept."""
         of = of or self._core
         if not self.keeps(of) or self.recomputing:
             return
@@ -82,7 +83,7 @@ class RecomputeCache(AbstractContextManager):
         self._saved[of] = tuple(detached)
 
     def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Around the first run, and around the second: what ``checkpoint`` asks its ``context_fn`` for."""
+        """Return the contexts of the first and of the second run, as ``checkpoint`` takes them from ``context_fn``."""
         return nullcontext(), self
 
     # May be entered again, so that a second backward meets ``load``'s own message.
@@ -94,7 +95,10 @@ class RecomputeCache(AbstractContextManager):
 
 
 def saved_values(x: Tensor, recompute_cache: RecomputeCache, *, of: str) -> Tensor:
-    """x, whose values the first run saves; in the second run those values, with the history of its own x."""
+    """Return x, and save its values in the first run.
+
+    In the second run return the saved values, with the history of its own x.
+    """
     known = recompute_cache.load(of=of)
     if known is None:
         recompute_cache.save(x, of=of)
@@ -103,7 +107,7 @@ def saved_values(x: Tensor, recompute_cache: RecomputeCache, *, of: str) -> Tens
 
 
 class _WithValues(torch.autograd.Function):
-    """The second tensor's values, the first one's history."""
+    """Autograd function that returns the second tensor's values with the first one's history."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
@@ -117,10 +121,10 @@ class _WithValues(torch.autograd.Function):
 def recomputed(
     function: Callable[..., tuple[Tensor, ...]], *args: Any, keep: Keep = "attention", store: HostStore | None = None
 ) -> Any:
-    """``function(*args, recompute_cache)``, of which only the arguments and what the recompute_cache keeps survive
-    until backward.
+    """Return ``function(*args, recompute_cache)``; recompute it in backward.
 
-    Under ``torch.compile`` it stays outside of the graphs, as ``Decoder.forward`` does.
+    Only the arguments and the results in the recompute_cache survive until then. Under ``torch.compile`` it stays
+    outside of the graphs, as ``Decoder.forward`` does.
     """
     recompute_cache = RecomputeCache(keep, store.put if store is not None else None)
     # A layer draws no random numbers, so there is no generator state to carry to the second run.

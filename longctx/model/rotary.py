@@ -1,7 +1,7 @@
 """Rotary positions: the table of a batch's angles, and the rotation itself. Sinusoids, which are added instead.
 
 Positions are given, never counted here: a rank holds any part of a sequence, and documents restart at 0. Angles are
-formed in float64, for at a million tokens float32 would already be wrong by 0.03 radians.
+formed in float64: at a million tokens float32 would already be wrong by 0.03 radians.
 
 Axes: B rows, t tokens of this rank, H heads, D head size, C channel pairs.
 """
@@ -25,7 +25,7 @@ _FEW_TOKENS = 32
 
 
 class RotaryTable(NamedTuple):
-    """What rotates queries and keys."""
+    """Cosines and sines that rotate queries and keys."""
 
     cos: Tensor
     """Of this rank's positions, [B, t, 1, C]."""
@@ -36,7 +36,7 @@ class RotaryTable(NamedTuple):
     """Cosines and sines of queries that grow with their position; None if they are those of keys."""
 
     def of_tokens(self, tokens: slice) -> RotaryTable:
-        """The table of some of the tokens."""
+        """Return the table of some of the tokens."""
         of_queries = None
         if self.of_queries is not None:
             cos, sin = self.of_queries
@@ -44,22 +44,22 @@ class RotaryTable(NamedTuple):
         return RotaryTable(self.cos[:, tokens], self.sin[:, tokens], of_queries=of_queries)
 
     def tensors(self) -> list[Tensor]:
-        """What a backward pass reads of it."""
+        """Return the tensors that a backward pass reads."""
         return [self.cos, self.sin, *(self.of_queries or ())]
 
     @classmethod
     def build(
         cls, positions_Bt: Tensor, rope: Rope, rotary_size: int, dtype: torch.dtype, *, length: int, is_whole: bool
     ) -> RotaryTable:
-        """The table of these positions (``rotary_table``); ``is_whole`` if all channels of a head are in it."""
+        """Build the table of these positions (``rotary_table``); ``is_whole`` if it has all channels of a head."""
         if rope.query_growth:
             cos, sin = rotary_table(positions_Bt, rope, rotary_size, dtype, length=length)
-            # A factor of the whole query is one of its rotation, where all channels rotate.
+            # A factor of the full query is one of its rotation, if all channels rotate.
             growth = query_growth(positions_Bt, rope).to(cos.dtype)
             return cls(cos, sin, of_queries=(cos * growth, sin * growth))
         if torch.is_grad_enabled() or positions_Bt.numel() > _FEW_TOKENS or not is_whole:
             return cls(*rotary_table(positions_Bt, rope, rotary_size, dtype, length=length))
-        # Both halves at once, for a cosine is even and a sine is odd.
+        # Both halves at once, because a cosine is even and a sine is odd.
         angles = positions_Bt[..., None, None] * _signed_frequencies(rope, rotary_size, length, positions_Bt.device)
         cos, sin = angles.cos(), angles.sin()
         if rope.scale() != 1:
@@ -72,18 +72,18 @@ class RotaryTable(NamedTuple):
 def rotary_table(
     positions_Bt: Tensor, rope: Rope, rotary_size: int, dtype: torch.dtype, *, length: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, t, 1, rotary_size/2] of every token's angles, in float32 (float64 for float64).
+    """Return cosines and sines [B, t, 1, rotary_size/2] of every token's angles, in float32 (float64 for float64).
 
-    ``length`` is that of the longest whole document; only kinds of rope that stretch with it read it.
+    ``length`` is that of the longest full document; only kinds of rope that stretch with it read it.
     """
     cos, sin = angles_of(positions_Bt, rope.frequencies(rotary_size, length))
-    # YaRN's scale of the scores is in the table, so that kernels know nothing of it.
+    # YaRN's scale of the scores is in the table, so that kernels need not apply it.
     scale, partial = rope.scale(), accumulate_dtype(dtype)
     return (cos * scale).to(partial).unsqueeze(-2), (sin * scale).to(partial).unsqueeze(-2)
 
 
 def query_growth(positions_Bt: Tensor, rope: Rope) -> Tensor:
-    """Factors [B, t, 1, 1] of queries, 1 within the length that the frequencies were trained for."""
+    """Return factors [B, t, 1, 1] of queries, 1 within the length that the frequencies were trained for."""
     passed_Bt = positions_Bt.div(rope.original_max_positions, rounding_mode="floor").double()
     return (1 + rope.query_growth * torch.log1p(passed_Bt))[..., None, None]
 
@@ -91,10 +91,10 @@ def query_growth(positions_Bt: Tensor, rope: Rope) -> Tensor:
 def apply_rotary(
     x_BtHD: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, only_graph: bool = False
 ) -> Tensor:
-    """x with its first 2·C channels rotated by the table's angles, computed in the table's dtype, returned in x's.
+    """Rotate the first 2·C channels of x by the table's angles, in the table's dtype; return the result in x's.
 
     Channel c is rotated together with channel c + C, or if ``interleaved`` channel 2c with 2c + 1. With ``only_graph``
-    nothing is computed, and the result is NaN: for a second run, of which backward reads no rotated value.
+    no value is computed, and the result is NaN: for a second run, if backward reads no rotated value.
     """
     if not torch.is_grad_enabled():
         return _rotate(x_BtHD, cos, sin, interleaved)
@@ -104,12 +104,12 @@ def apply_rotary(
 def apply_rotary_to_both(
     q_BtHD: Tensor, k_BtKD: Tensor, table: RotaryTable, *, interleaved: bool = False, only_graph: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``apply_rotary`` of queries and of keys, to the same bits."""
+    """Apply ``apply_rotary`` to queries and keys, with the same bits."""
     if table.twice is None or interleaved or q_BtHD.dtype != table.cos.dtype:
         cos, sin = table.of_queries or (table.cos, table.sin)
         q = apply_rotary(q_BtHD, cos, sin, interleaved=interleaved, only_graph=only_graph)
         return q, apply_rotary(k_BtKD, table.cos, table.sin, interleaved=interleaved, only_graph=only_graph)
-    # The two are rotated as one, halves side by side: where tokens are few, the number of operations counts.
+    # The two are rotated as one, with both halves at once: for few tokens the number of operations counts.
     x, (cos, sin) = torch.cat((q_BtHD, k_BtKD), dim=-2), table.twice
     swapped = x.roll(table.cos.shape[-1], -1).mul_(sin)
     x, num_heads = x.mul_(cos).add_(swapped), q_BtHD.shape[-2]
@@ -117,30 +117,30 @@ def apply_rotary_to_both(
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # training may find what generation left
+@torch.inference_mode(False)  # training may find frequencies that generation cached
 def _signed_frequencies(rope: Rope, rotary_size: int, length: int, device: torch.device) -> Tensor:
-    """Frequencies [2C] of both halves of a head's channels, those of the first half negative."""
-    # Made on the CPU and copied without a wait: made on a device, a list is waited for.
+    """Return frequencies [2C] of both halves of a head's channels, those of the first half negative."""
+    # Made on the CPU and copied without a wait: making a tensor from a list on a device waits for the copy.
     frequencies = torch.tensor(rope.frequencies(rotary_size, length), dtype=torch.float64)
     return torch.cat((-frequencies, frequencies)).to(device, non_blocking=True)
 
 
 def angles_of(positions_Bt: Tensor, frequencies: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, t, C] of position · frequency, in float64."""
+    """Return cosines and sines [B, t, C] of position · frequency, in float64."""
     radians = torch.tensor(frequencies, dtype=torch.float64).to(positions_Bt.device, non_blocking=True)
     angles = positions_Bt.double().unsqueeze(-1) * radians
     return angles.cos(), angles.sin()
 
 
 def sinusoid_table(positions_Bt: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, t, size/2] of wavelengths from 2π to 10,000 · 2π (arXiv 1706.03762 §3.5)."""
+    """Return cosines and sines [B, t, size/2] of wavelengths from 2π to 10,000 · 2π (arXiv 1706.03762 §3.5)."""
     partial = accumulate_dtype(dtype)
     cos, sin = angles_of(positions_Bt, [10_000.0 ** (-2 * c / size) for c in range(size // 2)])
     return cos.to(partial), sin.to(partial)
 
 
 def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype, *, halves: bool = False) -> Tensor:
-    """[B, t, size]: sines on even channels, cosines on odd ones; with ``halves`` all sines before all cosines."""
+    """Return [B, t, size]: sines on even channels, cosines on odd; with ``halves`` all sines before all cosines."""
     cos, sin = sinusoid_table(positions_Bt, size, dtype)
     if halves:
         # Marian's order; a model trained in one cannot read the other.
@@ -149,7 +149,7 @@ def sinusoidal_embedding(positions_Bt: Tensor, size: int, dtype: torch.dtype, *,
 
 
 class _Rotary(torch.autograd.Function):
-    """Saves the table alone: the gradient is the rotation back, which needs nothing of x."""
+    """Autograd function that saves only the table: the gradient is the rotation back, which does not need x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, only_graph: bool) -> Tensor:

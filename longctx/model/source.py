@@ -1,4 +1,4 @@
-"""``EncodedSource``: what cross attention reads, beside the tokens of the batch itself.
+"""``EncodedSource``: the source that cross attention reads, in addition to the tokens of the batch itself.
 
 Axes: B rows, s tokens of the source on this rank, M model width, K key/value heads, D head size.
 """
@@ -17,7 +17,7 @@ from longctx.batch import PackedDocuments
 
 @dataclass(frozen=True, eq=False)
 class EncodedSource:
-    """A source's hidden states behind the encoder: document n of the batch reads document n of these."""
+    """Hidden states of a source behind the encoder: document n of the batch reads document n of these."""
 
     hidden_BsM: Tensor
     documents: PackedDocuments
@@ -29,11 +29,11 @@ class EncodedSource:
 
 
 def joined(sources: Sequence[EncodedSource]) -> EncodedSource:
-    """Several sources as one, document behind document, with the keys that layers have made of them."""
+    """Join several sources, document after document, with the keys that layers have made of them."""
     if len(sources) == 1:
         return sources[0]
     keys: dict[int, tuple[Tensor, Tensor]] = {}
-    # Of sequences that entered together none has keys of its own: for these layers they are made again.
+    # Sequences that entered together have no keys of their own: for these layers they are made again.
     kept = [source.keys or {} for source in sources]
     for layer in set(kept[0]).intersection(*kept):
         of_layer = [keys_of[layer] for keys_of in kept]

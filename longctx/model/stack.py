@@ -31,7 +31,7 @@ from longctx.model.rotary import RotaryTable, sinusoid_table, sinusoidal_embeddi
 
 @dataclass(frozen=True, eq=False)
 class PassCalls:
-    """What a forward pass tells the layers of a stack, and what their routers tell it."""
+    """Arguments of a forward pass for the layers of a stack, and the statistics of their routers."""
 
     tables: Sequence[RotaryTable | None]
     """By rope, as ``Stack.tables`` makes them."""
@@ -41,13 +41,13 @@ class PassCalls:
 
 
 class Stack(nn.Module):
-    """Embeddings, blocks and the last norm: what is named ``model.*``, and beside it an encoder's, named
-    ``encoder.*``.
-    """
+    """Embeddings, blocks and the last norm: the modules named ``model.*``, or of an encoder ``encoder.*``."""
 
     def __init__(self, config: ModelConfig, experts: slice = slice(None), *, owns_table: bool = True) -> None:
-        """``experts`` are those of each layer whose weights are here. Without a table of tokens of its own the stack
-        is handed another one's module."""
+        """Build the stack with the weights of ``experts``, those of each layer that are here.
+
+        Without a table of tokens of its own the stack is given another one's module.
+        """
         super().__init__()
         self.config = config
         E = config.embedding_dim
@@ -88,10 +88,10 @@ class Stack(nn.Module):
         segments_Bt: Tensor | None = None,
         embed_tokens: nn.Module | None = None,
     ) -> Tensor:
-        """Hidden states [B, t, M].
+        """Return hidden states [B, t, M].
 
         With ``stream`` its handle, before the final norm, stands for hidden states. Without ``segments_Bt`` all tokens
-        are of the first segment. ``embed_tokens`` is the table's module where the stack has none.
+        are of the first segment. ``embed_tokens`` is the table's module if the stack has none.
         """
         # The module and not its weight: ZeRO-3 gathers a weight for the forward of its owner.
         table: Any = embed_tokens or self.embed_tokens
@@ -108,7 +108,7 @@ class Stack(nn.Module):
         return x_BtM
 
     def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls) -> Tensor:
-        """The output of a layer, or of a block for multi-token prediction behind the last."""
+        """Return the output of a layer, or of a block for multi-token prediction behind the last."""
         spec = self._specs[layer]
         if layer < self.config.num_layers:
             block = self.layers[layer % len(self.layers)]
@@ -121,11 +121,11 @@ class Stack(nn.Module):
         return x_BtM
 
     def embedded(self, tokens_Bt: Tensor) -> Tensor:
-        """The tokens' rows of the table, scaled: what such a block reads of a token."""
+        """Return the tokens' rows of the table, scaled, as such a block reads them."""
         return self._scaled(self.embed_tokens(tokens_Bt))
 
     def last_norm(self, x_BtM: Tensor) -> Tensor:
-        """Hidden states of the residual stream behind the last layer."""
+        """Return the hidden states of the residual stream behind the last layer."""
         # A post-norm block ends in a norm of its own, so the stream needs no last one.
         if self.norm is None:
             return x_BtM
@@ -134,7 +134,7 @@ class Stack(nn.Module):
     def _embed(
         self, x_BtM: Tensor, positions_Bt: Tensor, segments_Bt: Tensor | None, dropout: Dropout | None
     ) -> Tensor:
-        """The first values of the residual stream, from the rows of the table of tokens."""
+        """Return the first values of the residual stream, from the rows of the table of tokens."""
         config, x_BtM = self.config, self._scaled(x_BtM)
         if config.position == "learned":
             x_BtM = x_BtM + self.embed_positions(positions_Bt + config.position_offset)
@@ -156,19 +156,19 @@ class Stack(nn.Module):
         return x_BtM
 
     def _scaled(self, x_BtM: Tensor) -> Tensor:
-        """Rows of the table of tokens with the config's factor."""
+        """Multiply rows of the table of tokens by the config's factor."""
         factor = self._factor(x_BtM.dtype, x_BtM.device)
         return x_BtM if factor is None else x_BtM * factor
 
     def _factor(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """The factor of the rows; None if it is 1."""
+        """Return the factor of the rows; None if it is 1."""
         if self.config.embedding_scale == 1:
             return None
         # rounded to the model's dtype first, as Gemma was trained
         return torch.tensor(self.config.embedding_scale, dtype=dtype).to(device, non_blocking=True)
 
     def scores(self, device: torch.device) -> Scores:
-        """How queries and keys become scores: the same in all layers."""
+        """Return the rules of scores, which are the same in all layers."""
         config = self.config
         slopes, bias = None, None
         if config.position == "alibi":
@@ -184,7 +184,7 @@ class Stack(nn.Module):
         )
 
     def tables(self, positions_Bt: Tensor, longest: int, dtype: torch.dtype) -> list[RotaryTable | None]:
-        """What rotates queries and keys of ``dtype``: layers of one rope share a table."""
+        """Return the rotary tables of queries and keys of ``dtype``; layers of one rope share a table."""
         return [_table(self.config, rope, size, positions_Bt, longest, dtype) for rope, size in self._ropes]
 
 

@@ -1,4 +1,4 @@
-"""``TrainingPass`` and ``Execution``: what a forward pass depends on besides its batch and its weights.
+"""``TrainingPass`` and ``Execution``: the inputs of a forward pass besides its batch and its weights.
 
 Axes: B rows, t tokens of this rank, L expert layers, E experts.
 """
@@ -26,10 +26,10 @@ _SOURCE = 0x50E4CE
 
 @dataclass(frozen=True)
 class Execution:
-    """How layers are computed: what they keep for backward, how much they do at a time, how a CPU multiplies,
-    whether ``torch.compile`` fuses them.
+    """Options for computing layers: the tensors kept for backward, the work done at a time, the way a CPU multiplies,
+    and fusion by ``torch.compile``.
 
-    Changes no result but for rounding.
+    They change results only by rounding.
     """
 
     keep: Keep = "all"
@@ -57,7 +57,7 @@ class Execution:
 
 @dataclass(frozen=True, eq=False)
 class TrainingPass:
-    """What one forward pass of training depends on. Evaluation has none of it: all defaults."""
+    """Inputs of one forward pass of training. Evaluation has none of them: all defaults."""
 
     seed: int | None = None
     """Decides all that is random. None switches off what happens in training alone: dropout, router jitter and the
@@ -74,7 +74,7 @@ class TrainingPass:
     """``first_tokens`` of the source."""
 
     def of_source(self) -> TrainingPass:
-        """The same pass for the tokens of a source, through the encoder."""
+        """Return the same pass for the tokens of a source, through the encoder."""
         seed = self.seed
         if seed is not None:
             # Tokens of both sides have the same indices, and layers the same numbers.
@@ -86,17 +86,17 @@ EVALUATION = TrainingPass()
 
 
 def is_random(config: ModelConfig, training_pass: TrainingPass) -> bool:
-    """Whether anything in the pass depends on the seed and on its tokens' indices."""
+    """Return whether anything in the pass depends on the seed and on its tokens' indices."""
     if training_pass.seed is None:
         return False
     if config.residual_dropout:
         return True
-    # A capacity draws nothing, but which assignments it drops depends on the order of the tokens.
+    # A capacity draws nothing, but the assignments that it drops depend on the order of the tokens.
     return config.num_experts > 0 and (config.router_jitter > 0 or config.capacity_factor > 0)
 
 
 class Random(NamedTuple):
-    """What a pass draws, and what depends on its tokens' order; None for what the model does not have."""
+    """Parts of a pass that are random or depend on its tokens' order; None for parts the model does not have."""
 
     dropout: Dropout | None = None
     jitter: Jitter | None = None
@@ -112,7 +112,7 @@ def build_random(
     *,
     row_tokens: int,
 ) -> Random:
-    """The dropout, router jitter and capacity of a pass over rows of ``row_tokens`` tokens (0: as they are here)."""
+    """Build dropout, router jitter and capacity of a pass over rows of ``row_tokens`` tokens (0: as they are here)."""
     seed = training_pass.seed
     if seed is None or document_ids_Bt is None or not is_random(config, training_pass):
         return Random()
@@ -131,7 +131,7 @@ def build_random(
 
 
 def _of_seed(training_pass: TrainingPass, token_Bt: Tensor, row_tokens: int) -> Tensor:
-    """The indices of tokens among all that share the seed."""
+    """Return the indices of tokens among all that share the seed."""
     first = training_pass.first_tokens
     if len(first) == 1:
         return token_Bt + first[0]
@@ -145,13 +145,13 @@ def _of_seed(training_pass: TrainingPass, token_Bt: Tensor, row_tokens: int) -> 
 
 
 def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
-    """The document of every token, when these tokens are all there are."""
+    """Return the document of every token; raise ValueError unless these are all tokens of the documents."""
     if documents.num_tokens != tokens_Bt.numel():
         raise ValueError(
             f"{tokens_Bt.numel()} tokens are not the {documents.num_tokens} of cu_seqlens; a shard of them needs "
             "`document_ids`"
         )
-    # Rows are laid end to end, so the documents' lengths alone say which token is whose.
+    # Rows are laid end to end, so the documents' lengths are enough to assign each token.
     # On the CPU, where boundaries are: a device would be waited for, twice.
     lengths = torch.tensor(documents.lengths)
     ids_Bt = torch.arange(len(lengths)).repeat_interleave(lengths).view(tokens_Bt.shape)
@@ -159,7 +159,7 @@ def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
 
 
 def token_indices(documents: PackedDocuments, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
-    """The index of each token in the micro-batch, −1 for padding."""
+    """Return the index of each token in the micro-batch, −1 for padding."""
     # The index does not depend on the rank or the layout that the token came by.
     starts = documents.cu_seqlens.to(positions_Bt.device, non_blocking=True)
     return (starts[document_ids_Bt.clamp(min=0)] + positions_Bt).where(document_ids_Bt >= 0, -1)

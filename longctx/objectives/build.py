@@ -1,4 +1,4 @@
-"""Which objective a network is trained on."""
+"""Selection of the training objective of a network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TASKS: dict[str, type[TokenPrediction]] = {"causal": CausalLM, "masked": MaskedL
 
 @dataclass(frozen=True)
 class Objective:
-    """Which objective, and its options: keys of ``[train]``, by ``launcher.training.model.objective_of``."""
+    """Objective and its options: keys of ``[train]``, by ``launcher.training.model.objective_of``."""
 
     name: str = "causal"
     """One of ``TASKS``."""
@@ -38,10 +38,9 @@ def build_objective(
     reduce_counts: Callable[[Tensor, Batch], Tensor] = identity,
     shift: Shift = shifted,
 ) -> Task:
-    """Return the task of a network: of a run's over many ranks, and of the one process that it is compared with.
+    """Return the task of a network: for a run over many ranks, and for the single process that it is compared with.
 
-    What an objective needs from other ranks is a callable, ``reduce_counts`` or ``shift``, that ``parallelize`` hands
-    over.
+    Data from other ranks comes through a callable, ``reduce_counts`` or ``shift``, that ``parallelize`` provides.
     """
     return TASKS[objective.name](
         network,

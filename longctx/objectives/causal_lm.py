@@ -1,4 +1,4 @@
-"""Next-token prediction: what decoders are trained on."""
+"""Next-token prediction, the training objective of decoders."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from longctx.objectives.token_prediction import TokenPrediction
 
 
 class CausalLM(TokenPrediction):
-    """A token's target is the one that follows in its document, and with multi-token prediction those behind it."""
+    """Next-token prediction within documents; with multi-token prediction also of the tokens after the next."""
 
     def prepare(self, stream: Stream) -> Batch:
         batch = next_tokens(stream)
         if self.network.config.mtp_layers:
-            # Which of them count is another matter than which of them are read.
+            # Targets that do not count are still read.
             batch = replace(batch, following=stream.following)
         return batch

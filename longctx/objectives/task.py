@@ -1,4 +1,4 @@
-"""``Task``: what is trained, a network and its objective in one forward pass, and how its sums become a loss."""
+"""``Task``: the unit of training, a network and its objective in one forward pass, and the loss from its sums."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Term:
 
 @dataclass(frozen=True)
 class LossSum:
-    """Sums over this rank's tokens; divided by the step's global counts they are the step's losses."""
+    """Sums over this rank's tokens; divided by the step's global counts, they are the step's losses."""
 
     sums: dict[str, Tensor]
     """By the objective's terms, in their order: float32 scalars, with gradient if the loss has them."""
@@ -41,11 +41,11 @@ class LossSum:
     """Of the routers, each [L]."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """The sum of this name."""
+        """Return the sum of this name."""
         return self.sums[name]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them in a plain tuple, the only kind that ZeRO-3's hooks look into."""
+        """Return all sums in a plain tuple, the only kind that ZeRO-3's hooks inspect."""
         tensors = tuple(self.sums.values())
         if self.counts_LE is None or self.diagnostics is None:
             return tensors
@@ -54,30 +54,30 @@ class LossSum:
 
 
 class Countable(Protocol):
-    """A micro-batch, or a rank\'s part of one, before ``prepare`` or after it. Its counts need no device."""
+    """Micro-batch, or a rank\'s part of one, before or after ``prepare``. Its counts need no device."""
 
     @property
     def num_targets(self) -> int:
-        """Tokens that one follows in their document; of a prepared batch, those that have a target."""
+        """Number of tokens with a following token in their document; for a prepared batch, with a target."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are not padding."""
+        """Number of tokens that are not padding."""
         ...
 
     @property
     def num_pairs(self) -> int:
-        """Documents of two segments whose first token is here."""
+        """Number of documents of two segments with their first token here."""
         ...
 
     def num_ahead(self, most: int) -> int:
-        """How often these targets can be predicted from 1, 2, … ``most`` tokens before their own places."""
+        """Return how often these targets can be predicted from 1, 2, … ``most`` tokens before their own positions."""
         ...
 
 
 class Task(nn.Module):
-    """The one module that ZeRO wraps: it sees every use of a parameter. What trains knows a task by nothing else."""
+    """Single module wrapped by ZeRO: it sees every use of a parameter. The trainer uses only this interface."""
 
     terms: tuple[Term, ...]
     """Its sums, in the order in which they are returned and added up over ranks."""
@@ -89,34 +89,34 @@ class Task(nn.Module):
         self.network = network
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
-        """``LossSum.tensors``: a plain tuple, which ZeRO-3's hooks can look into."""
+        """Return ``LossSum.tensors``: a plain tuple, which ZeRO-3's hooks can inspect."""
         raise NotImplementedError
 
     def token_nll(self, batch: Batch) -> Tensor:
-        """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where its target is ignored.
+        """Return each token's negative log-likelihood [B, t], float32, without gradient; 0 if its target is ignored.
 
-        Validation adds these up by position and source.
+        Validation sums these by position and source.
         """
         raise NotImplementedError
 
     def prepare(self, stream: Stream) -> Batch:
-        """Return the batch of a stream: makes the targets, on the stream's device.
+        """Return the batch of a stream: make the targets, on the stream's device.
 
-        The stream is this rank's tokens alone, each with the one behind it (``following``), and its runs end anywhere.
-        Whatever lies farther away needs a callable of ``build_objective``; then this is collective.
+        The stream has only this rank's tokens, each with the next one (``following``), and its runs may end anywhere.
+        Data from farther away needs a callable of ``build_objective``; then this is collective.
         """
         raise NotImplementedError
 
     def denominators(self, batch: Countable) -> dict[str, int]:
-        """Return this rank's part of the counts that its terms are divided by, ``tokens`` (not padding) among them.
+        """Return this rank's part of the counts that divide its terms, including ``tokens`` (not padding).
 
-        A run asks before ``prepare``, on the CPU, so they follow from what travels.
+        A run calls this before ``prepare``, on the CPU, so the counts depend only on the compact batch.
         """
         raise NotImplementedError
 
     def loss_sum(self, tensors: Sequence[Tensor]) -> LossSum:
-        """What ``forward`` returned, by name."""
-        # In the order of the terms; what is left are the routers' figures.
+        """Return the tensors of ``forward`` by name."""
+        # In the order of the terms; the remaining ones are the routers' figures.
         count = len(self.terms)
         sums = {term.name: x for term, x in zip(self.terms, tensors, strict=False)}
         if len(tensors) == count:
@@ -124,25 +124,25 @@ class Task(nn.Module):
         return LossSum(sums, tensors[count], RouterDiagnostics._make(tensors[count + 1 :]))
 
     def loss(self, sums: LossSum, counts: Counts) -> Tensor:
-        """What one micro-batch of one rank adds to the step's loss: over all of them, these add up to the loss.
+        """Return the contribution of one rank's micro-batch to the step's loss; all contributions add up to the loss.
 
-        ``counts`` are those of the step over all ranks. Every sum is divided by a global count: that is what makes the
-        loss independent of degrees, accumulation and packing.
+        ``counts`` are those of the step over all ranks. Every sum is divided by a global count, which makes the loss
+        independent of parallel degrees, accumulation and packing.
         """
         return weighed(self.terms, sums, counts)
 
     def mean_loss(self, sums: Mapping[str, float], counts: Counts) -> float:
-        """The loss to report, of sums over all ranks; NaN if no token counts."""
+        """Return the loss to report from sums over all ranks; NaN if no token counts."""
         if not self.num_counted(counts):
             return math.nan
         return sums[self.reported] / self.num_counted(counts)
 
     def num_counted(self, counts: Counts) -> int:
-        """Return how many tokens the reported loss is a mean over."""
+        """Return the number of tokens that the reported loss averages over."""
         return counts[next(term.count for term in self.terms if term.name == self.reported)]
 
     def count(self, batches: Iterable[Countable]) -> dict[str, int]:
-        """``denominators`` of several micro-batches."""
+        """Return the sum of ``denominators`` over several micro-batches."""
         total: dict[str, int] = {}
         for batch in batches:
             for name, count in self.denominators(batch).items():
@@ -151,17 +151,17 @@ class Task(nn.Module):
 
 
 def weighed(terms: Sequence[Term], sums: LossSum, counts: Counts) -> Tensor:
-    """Σ weight · sum / count over the terms that the loss has."""
+    """Return Σ weight · sum / count over the terms of the loss."""
     of_counts: dict[str, Tensor] = {}
     for term in terms:
         if term.weight is None:
             continue
         part = term.weight * sums[term.name]
-        # Terms of one count are added before they are divided: one division for each.
+        # Terms with the same count are added first, so that each count needs one division.
         if term.count in of_counts:
             part = of_counts[term.count] + part
         of_counts[term.count] = part
-    # A step of nothing but padding has a loss of 0.
+    # A step with only padding has a loss of 0.
     means = [total / max(1, counts[name]) for name, total in of_counts.items()]
     loss = means[0]
     for mean in means[1:]:

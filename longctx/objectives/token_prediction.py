@@ -1,7 +1,7 @@
-"""Predicting tokens, with balanced experts: all that objectives over a vocabulary share but their targets.
+"""Token prediction with balanced experts: everything that objectives over a vocabulary share except their targets.
 
-Axes: B rows, t tokens of this rank, c of them that are chosen, F documents' first tokens, L layers of experts, S
-documents of the micro-batch, E experts.
+Axes: B rows, t tokens of this rank, c chosen ones of them, F documents' first tokens, L layers of experts, S documents
+of the micro-batch, E experts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from longctx.objectives.task import Countable, LossSum, Task, Term
 
 
 def prediction_terms(config: ModelConfig, mtp_weight: float = 0.0) -> tuple[Term, ...]:
-    """The sums of predicted tokens, those of routers only if the model has any."""
+    """Return the sums of predicted tokens, and those of routers if the model has any."""
     terms = [Term("objective", "targets", 1.0), Term("nll", "targets")]
     if config.num_experts:
-        # Routers see every token, also the last one of a document, which has no target.
+        # Routers see every token, including the last one of a document, which has no target.
         terms.append(Term("balance", "tokens", config.balance_loss_weight))
         terms.append(Term("router_z", "tokens", config.router_z_loss_weight))
     if config.pair_head != "none":
@@ -45,17 +45,17 @@ Shift = Callable[[Tensor, Batch], Tensor]
 
 
 def shifted(values_Bt: Tensor, batch: Batch) -> Tensor:
-    """The value of the token that follows, in one process; the last one is followed by the first."""
+    """Return the values of the following tokens, in one process; the last one is followed by the first."""
     return values_Bt.flatten().roll(-1).view_as(values_Bt)
 
 
 def identity(counts_LSE: Tensor, batch: Batch) -> Tensor:
-    """The counts as they are: in one process no other rank shares the sequence."""
+    """Return the counts unchanged: in one process no other rank shares the sequence."""
     return counts_LSE
 
 
 class TokenPrediction(Task):
-    """Negative log-likelihood a target, and what routers add to it a token. A subclass says what the targets are."""
+    """Negative log-likelihood per target, plus router losses per token. A subclass defines the targets."""
 
     reported = "nll"
 
@@ -69,12 +69,14 @@ class TokenPrediction(Task):
         label_smoothing: float = 0.0,
         mtp_weight: float = 0.0,
     ) -> None:
-        """``reduce_counts`` sums int64 counts over the ranks that share the batch: [L, S, E], or [L, 1, E] where the
-        micro-batch is balanced as one. Called once a micro-batch of an expert model (never where the global batch is
-        balanced), on every rank, also on one that holds no token of it. ``shift`` is called once or twice for each
-        block for multi-token prediction, whose loss counts with ``mtp_weight``. The other two are ``LossOptions``'."""
+        """Set the loss options. ``mtp_weight`` weighs multi-token prediction, the other two are ``LossOptions``'.
+
+        ``reduce_counts`` sums int64 counts over ranks that share the batch: [L, S, E], or [L, 1, E] if the micro-batch
+        is balanced as one. It is called once per micro-batch of experts, on every rank even without tokens, but never
+        if the global batch is balanced. ``shift`` is called once or twice per block for multi-token prediction.
+        """
         super().__init__(decoder)
-        # A run's config is refused before; this is for who builds a model by hand.
+        # A run's config is refused earlier; this is for a model built by hand.
         if decoder.config.pair_head != "none" and decoder.execution.chunk_tokens:
             raise ConfigError("a pair head reads hidden states that layers by chunks never have whole: chunk_tokens=0.")
         self.terms = prediction_terms(decoder.config, mtp_weight)
@@ -82,8 +84,7 @@ class TokenPrediction(Task):
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
 
     def denominators(self, batch: Countable) -> dict[str, int]:
-        """Targets, tokens that are not padding, with a pair head the documents of two segments, and with multi-token
-        prediction the targets of all its blocks."""
+        """Return the counts of targets, tokens (no padding), pairs (pair head) and targets further ahead (MTP)."""
         counts = {"targets": batch.num_targets, "tokens": batch.num_tokens}
         if self.network.pair_head is not None:
             counts["pairs"] = batch.num_pairs
@@ -92,12 +93,12 @@ class TokenPrediction(Task):
         return counts
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
-        """``LossSum.tensors`` of the terms.
+        """Return ``LossSum.tensors`` of the terms.
 
-        ``objective`` is what backward goes through: negative log-likelihood, of smoothed labels, plus z-loss; ``nll``
-        is plain, without gradient. ``balance`` and ``router_z`` are summed over layers of experts and tokens. ``pair``
-        is what the pair head is trained on, and ``right_pairs`` counts what it says right. ``mtp`` and ``mtp_nll`` are
-        the first two of the targets further ahead.
+        ``objective`` is the differentiated loss: negative log-likelihood, of smoothed labels, plus z-loss; ``nll`` is
+        plain, without gradient. ``balance`` and ``router_z`` are summed over layers of experts and tokens. ``pair`` is
+        the loss of the pair head, and ``right_pairs`` counts its correct answers. ``mtp`` and ``mtp_nll`` are the first
+        two for the targets further ahead.
         """
         stream, ahead = new_stream(self.network.execution, batch.tokens), self._ahead(batch)
         found, stats = hidden_states(
@@ -141,8 +142,8 @@ class TokenPrediction(Task):
     def _sums(
         self, hidden_BtM: Tensor, targets_Bt: Tensor, stream: ResidualStream | None, norm: nn.Module | None = None
     ) -> dict[str, Tensor]:
-        """The first two sums of the terms; ``norm`` as in ``Decoder.loss_sums``."""
-        # The head's product and the loss in one op, a block of tokens at a time: logits are never whole.
+        """Return the first two sums of the terms; ``norm`` as in ``Decoder.loss_sums``."""
+        # The head's product and the loss in one op, a block of tokens at a time: the full logits never exist.
         objective_sum, nll_sum = self.network.loss_sums(
             hidden_BtM,
             targets_Bt,
@@ -156,15 +157,15 @@ class TokenPrediction(Task):
     def _ahead(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """Return the tokens that each block for multi-token prediction reads, and its targets. Collective.
 
-        Of token i in a document they are those of token i + 1, as far as the document goes: what stands behind its last
-        token is read for nothing that counts, whatever it is.
+        For token i they are those of token i + 1 of the same document. After the document's last token any value may be
+        read, because nothing that counts depends on it.
         """
         found: list[tuple[Tensor, Tensor]] = []
         tokens_Bt, targets_Bt = batch.following, batch.targets
         begins_Bt = batch.positions == 0
         for number in range(self.network.config.mtp_layers):
             assert tokens_Bt is not None, "nobody has read what follows"
-            # The first block reads what the data say of it; a document's first token follows nothing.
+            # The first block reads the following tokens from the data; a document's first token follows none.
             if number:
                 tokens_Bt = self.shift(tokens_Bt.masked_fill(begins_Bt, IGNORED_TARGET), batch)
             targets_Bt = self.shift(targets_Bt.masked_fill(begins_Bt, IGNORED_TARGET), batch)
@@ -172,7 +173,7 @@ class TokenPrediction(Task):
         return found
 
     def _sums_ahead(self, found: Sequence[HeadInput], targets: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Both sums over the targets of all blocks for multi-token prediction."""
+        """Return both sums over the targets of all blocks for multi-token prediction."""
         # The head's matrix gets a gradient from each.
         each = [self._sums(x.hidden_BtM, of_x, x.stream, x.norm) for x, of_x in zip(found, targets, strict=True)]
         return {
@@ -181,13 +182,13 @@ class TokenPrediction(Task):
         }
 
     def _pair_sums(self, hidden_BtM: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Cross-entropy of the pair head over this rank's first tokens, and how many of these it is right about."""
+        """Return the pair head's cross-entropy over this rank's first tokens, and its number of correct answers."""
         order, firsts = batch.order, batch.firsts
         if order is None:
             order = torch.full_like(batch.tokens, IGNORED_TARGET)
         if firsts is None:
             firsts = (order.flatten() != IGNORED_TARGET).nonzero().flatten()
-        # On a rank without any the head still takes part: ZeRO gathers its weights on all ranks alike.
+        # The head also runs on a rank without first tokens: ZeRO gathers its weights on all ranks.
         logits_F2 = self.network.pair_head(_at(hidden_BtM, firsts)[0])
         order_F = order.flatten()[firsts]
         right = (logits_F2.argmax(1) == order_F).sum().float()
@@ -196,7 +197,7 @@ class TokenPrediction(Task):
 
     @torch.no_grad()
     def token_nll(self, batch: Batch) -> Tensor:
-        """Each token's negative log-likelihood [B, t], float32, without gradient; 0 where the target is ignored."""
+        """Return each token's negative log-likelihood [B, t], float32, without gradient; 0 if the target is ignored."""
         hidden_BtM, places = hidden_states(self.network, batch), batch.places
         if places is None:
             return self.network.token_nll(hidden_BtM, batch.targets)
@@ -214,7 +215,7 @@ def hidden_states(
     stream: ResidualStream | None = None,
     ahead: Sequence[Tensor] = (),
 ) -> Any:
-    """``Decoder.forward`` of a batch, its source encoded before: everything that a batch says of its tokens."""
+    """Return ``Decoder.forward`` of a batch with all of its per-token data, after encoding its source."""
     source = None
     if batch.source is not None:
         source = decoder.encode(batch.source, training_pass)
@@ -232,5 +233,5 @@ def hidden_states(
 
 
 def _at(x_Bt: Tensor, places: Tensor) -> Tensor:
-    """These tokens' rows of [B, t, …], as one row of them."""
+    """Return the rows of [B, t, …] at these places, as one row."""
     return x_Bt.flatten(0, 1).index_select(0, places)[None]

@@ -1,1 +1,1 @@
-"""Files of tensors: one reader that trusts nothing in them, and writers that hold a block of them."""
+"""Tensor files: one reader that treats them as untrusted, and writers that buffer one block."""

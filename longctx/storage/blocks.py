@@ -1,8 +1,8 @@
-"""Files read in blocks, which are hashed before any of their bytes is used.
+"""Files read in blocks that are hashed before any of their bytes is used.
 
-A checkpoint's manifest has a hash for each block of a file beside that of the whole file. So whoever needs a range
-reads it once, into the memory where it belongs, and knows that it is right: no file has to be read through before.
-Files without such hashes are read in the same way.
+A checkpoint's manifest has a hash for each block of a file besides that of the full file. So a range can be read once,
+directly into its destination, and is known to be correct: no file has to be read in full first. Files without such
+hashes are read in the same way.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _DISK_AHEAD, _CACHE_AHEAD = 8, 2
 
 
 def num_blocks(num_bytes: int) -> int:
-    """Return the number of blocks of a file of so many bytes."""
+    """Return the number of blocks in a file of ``num_bytes`` bytes."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """The manifest's entry of a file of pieces: its bytes, its hash and those of its blocks, all xxh3-128."""
+    """Return the manifest's entry of a file of pieces: its bytes, its hash and those of its blocks, all xxh3-128."""
     whole, blocks, size = xxhash.xxh3_128(), [], 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -49,7 +49,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY, *, past_cache: bool = True) -> tuple[FileIO, bool]:
-    """Open a file, past the page cache if that is asked for and the file system has direct I/O; return whether it is.
+    """Open a file, past the page cache if requested and supported; return it and whether direct I/O is used.
 
     ``flags`` are those of ``os.open``.
     """
@@ -59,20 +59,20 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, past_cache: bool = True) 
         try:
             return FileIO(os.open(path, flags | os.O_DIRECT, 0o666), mode), True
         except OSError as error:
-            # Some file systems have none.
+            # Some file systems have no direct I/O.
             if error.errno != errno.EINVAL:
                 raise
     return FileIO(os.open(path, flags, 0o666), mode), False
 
 
 def fill_block(fd: int, block: memoryview, start: int, count: int) -> None:
-    """Read ``count`` bytes of a file from ``start`` into the first ones of a block; OSError where it ends before.
+    """Read ``count`` bytes of a file from ``start`` into a block; raise OSError if the file is shorter.
 
-    For direct I/O the block lies on whole pages, and is as long as whole sectors are.
+    For direct I/O the block is page-aligned, and its length is a multiple of the sector size.
     """
     done = 0
     while done < count:
-        # All of the block, also behind the file's end.
+        # Read the full block, even beyond the end of the file.
         read = os.preadv(fd, [block[done:]], start + done)
         if not read:
             raise OSError(errno.EIO, f"the file ends at byte {start + done}")
@@ -81,7 +81,7 @@ def fill_block(fd: int, block: memoryview, start: int, count: int) -> None:
 
 @dataclass
 class _File:
-    """An open file."""
+    """Open file."""
 
     path: Path
     content: FileIO
@@ -93,30 +93,30 @@ class _File:
 
 
 class _Block(NamedTuple):
-    """A block that is here, or on its way."""
+    """Block that has been read, or is being read."""
 
     memory: mmap.mmap
     read: Future[None]
 
 
 class BlockReader:
-    """Reads ranges of files. Threads read and hash several blocks at a time; one thread asks."""
+    """Reader of byte ranges. Threads read and hash several blocks at a time; one thread calls it."""
 
     def __init__(self, *, past_cache: bool) -> None:
-        """``past_cache`` reads past the page cache, where the file system has direct I/O."""
+        """Set up the reader; ``past_cache`` bypasses the page cache if the file system has direct I/O."""
         self._past_cache, self._ahead = past_cache, _CACHE_AHEAD
         if past_cache:
             self._ahead = _DISK_AHEAD
-        # Ranges that share a block, or come in turns from a few files, find it in memory.
+        # Ranges that share a block, or alternate between a few files, find it in memory.
         self._most_held = 2 * self._ahead
-        # Files, threads and memory go with the reader, also where nobody closes it.
+        # Files, threads and memory are freed with the reader, even without ``close``.
         self._files: dict[str, _File] = {}
         self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
         """By file and number, those last used at the end."""
         self._workers: ThreadPoolExecutor | None = None
 
     def add(self, path: Path, num_bytes: int, hashes: str | None) -> None:
-        """Open a plain file; OSError where the system refuses, or it has not so many bytes."""
+        """Open a plain file; raise OSError if the system refuses, or if it has another size than ``num_bytes``."""
         content, _ = open_file(path, past_cache=self._past_cache)
         found = os.fstat(content.fileno()).st_size
         if found != num_bytes:
@@ -126,13 +126,13 @@ class BlockReader:
     def read_into(self, name: str, start: int, out: Tensor) -> None:
         """Fill ``out``, flat uint8 on the CPU, with the bytes of a file from ``start``.
 
-        CheckpointError where a block of these is not what was written; what was filled before is right.
+        Raise CheckpointError if one of these blocks was changed; bytes filled before are correct.
         """
         if not len(out):
             return
         file = self._files[name]
         stop = wanted = start + len(out)
-        # Whoever goes on where it stopped will do so again: values lie in the order in which a run asks for them.
+        # A sequential reader will continue: values are stored in the order in which a run reads them.
         if start == file.following:
             wanted += self._ahead * BLOCK_BYTES
         file.following = stop
@@ -144,7 +144,7 @@ class BlockReader:
             block.read.result()
             first = number * BLOCK_BYTES
             lo, hi = max(start, first), min(stop, first + BLOCK_BYTES)
-            # PyTorch's copy lets other threads run meanwhile, Python's own would not.
+            # PyTorch's copy releases the GIL, Python's own would not.
             values = torch.frombuffer(block.memory, dtype=torch.uint8, count=hi - lo, offset=lo - first)
             out[lo - start : hi - start].copy_(values)
 
@@ -159,7 +159,7 @@ class BlockReader:
         self._blocks.clear()
 
     def _begin(self, file: _File, number: int) -> None:
-        """Begin to read a block, unless it is here, or on its way."""
+        """Begin to read a block, unless it has been read or is being read."""
         key = file.path.name, number
         if key in self._blocks:
             self._blocks.move_to_end(key)
@@ -167,17 +167,17 @@ class BlockReader:
         if len(self._blocks) < self._most_held:
             memory = mmap.mmap(-1, BLOCK_BYTES)
         else:
-            # That of the block which was not used for longest, and may have been read in vain.
+            # Reuse the least recently used block, which may have been read in vain.
             _, (memory, read) = self._blocks.popitem(last=False)
             read.exception()
         if self._workers is None:
-            # Not sooner: most readers are asked for the manifest alone.
+            # Created late: most readers only read the manifest.
             self._workers = ThreadPoolExecutor(self._ahead, thread_name_prefix="checkpoint")
         self._blocks[key] = _Block(memory, self._workers.submit(_read_block, file, number, memory))
 
 
 def _read_block(file: _File, number: int, memory: mmap.mmap) -> None:
-    """Read a block into memory; CheckpointError unless it is what was written."""
+    """Read a block into memory; raise CheckpointError if it was changed."""
     first = number * BLOCK_BYTES
     count = min(BLOCK_BYTES, file.num_bytes - first)
     block = memoryview(memory)

@@ -1,4 +1,4 @@
-"""safetensors files: a reader that trusts nothing in them, the header, and writers that hold one tensor at a time.
+"""safetensors files: a reader for untrusted files, the header, and writers that hold one tensor at a time.
 
 The layout is eight bytes with the header's length, a JSON header (name -> dtype, shape, byte range), then the tensors'
 bytes, one tensor after the other.
@@ -30,7 +30,7 @@ STORED = DTYPES | {
 }  # fmt: skip
 """With those of quantised values and of buffers, which are read as they are stored."""
 _NAMES = {dtype: name for name, dtype in STORED.items()}
-# Dtypes that no reader takes have a size too: their ranges are checked like the others'.
+# Dtypes that no reader accepts have a size too: their ranges are checked like the others'.
 _ITEM_BYTES: dict[str, int] = dict.fromkeys(("F64", "I64", "U64"), 8)
 _ITEM_BYTES |= dict.fromkeys(("F32", "I32", "U32"), 4)
 _ITEM_BYTES |= dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
@@ -38,7 +38,7 @@ _ITEM_BYTES |= dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
 _MOST_NAME, _MOST_DIMS, _MOST_SIZE = 400, 16, 2**64
 
 
-# What a header may take before it is read: a wrong length would ask for all memory.
+# Limits of a header before it is read: a wrong length could exhaust memory.
 MOST_HEADER_BYTES = 100_000_000
 """The longest that the safetensors library reads."""
 MOST_HEADER_VALUES = 8_000_000
@@ -59,11 +59,11 @@ class Entry:
 
 
 class SafetensorsFile:
-    """The tensors of one file by name. Opening reads and checks the header alone.
+    """Tensors of one file by name. Opening reads and checks only the header.
 
-    CheckpointError names the file, and the tensor if there is one: for a header longer than the file or its limits, a
-    key given twice, ranges past the end, ranges that overlap or leave bytes to nobody, shapes that do not fit their
-    range; with ``hashes``, for every block whose bytes are others.
+    Raise CheckpointError, naming the file and the tensor if there is one, for a header longer than the file or its
+    limits, a key given twice, ranges past the end, ranges that overlap or leave gaps, and shapes that do not match
+    their range; with ``hashes``, also for every changed block.
     """
 
     def __init__(
@@ -77,12 +77,15 @@ class SafetensorsFile:
         header_values: int = MOST_HEADER_VALUES,
         advice: str = "",
     ) -> None:
-        """``blocks`` reads it, and may read others of its folder. ``num_bytes`` and ``hashes`` (one of each block) are
-        those of a manifest. ``header_bytes`` and ``header_values`` are the most that its header may take. ``advice`` is
-        the second line of what is said of a file that cannot be read."""
+        """Open the file.
+
+        ``blocks`` reads it, and may read other files of its folder. ``num_bytes`` and ``hashes`` (one per block) come
+        from a manifest. ``header_bytes`` and ``header_values`` are the limits of its header. ``advice`` is the second
+        line of the message about an unreadable file.
+        """
         self.path, self._blocks = path, blocks or BlockReader(past_cache=False)
         try:
-            # To open a pipe that nobody writes to would hang.
+            # Opening a pipe without a writer would hang.
             if not path.is_file():
                 raise FileNotFoundError("it is missing, or no plain file")
             self._size = path.stat().st_size if num_bytes is None else num_bytes
@@ -92,34 +95,34 @@ class SafetensorsFile:
             raise CheckpointError(f"{path} cannot be read: {error}.\n{advice}".rstrip()) from error
 
     def names(self) -> list[str]:
-        """Return every tensor."""
+        """Return the names of all tensors."""
         return list(self._entries)
 
     def entry(self, name: str) -> Entry | None:
-        """Return what the header says of a tensor; None if it has none of that name."""
+        """Return the header's entry of a tensor; None if it has none of that name."""
         return self._entries.get(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape as the header has it."""
+        """Return the shape in the header."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the tensor's dtype; CheckpointError for one that training could not take without loss."""
+        """Return the tensor's dtype; raise CheckpointError if training could not load it without loss."""
         kind = self._entries[name].dtype
         if kind not in DTYPES:
             raise CheckpointError(f"{name} in {self.path} is {kind}; supported: {sorted(DTYPES)}, nothing quantised.")
         return DTYPES[kind]
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype of the file's bytes, also of quantised values; None for one that no scheme here has."""
+        """Return the dtype of the file's bytes, also for quantised values; None if no supported scheme has it."""
         return STORED.get(self._entries[name].dtype)
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor, in memory of its own."""
+        """Return the tensor, in its own memory."""
         return self._read(name, self.dtype(name))
 
     def read_stored(self, name: str) -> Tensor:
-        """Return the tensor as it is stored, also if it is quantised."""
+        """Return the tensor as it is stored, even if it is quantised."""
         dtype = self.stored_dtype(name)
         if dtype is None:
             raise CheckpointError(f"{name} in {self.path} is {self._entries[name].dtype}; supported: {sorted(STORED)}.")
@@ -138,7 +141,7 @@ class SafetensorsFile:
         self._blocks.read_into(self.path.name, start, out)
 
     def _read_header(self, most_bytes: int, most_values: int) -> dict[str, Entry]:
-        """Return the header's entries; ValueError says what is wrong with it."""
+        """Return the header's entries; raise ValueError with the problem if it is invalid."""
         if self._size < 8:
             raise ValueError(f"it has {self._size} bytes, which is no safetensors file")
         header_bytes = int.from_bytes(self._bytes(0, 8), "little")
@@ -155,14 +158,14 @@ class SafetensorsFile:
 
 
 def header_entries(header: Any, begin: int, size: int) -> dict[str, Entry]:
-    """Return the tensors of a header, in a file of ``size`` bytes whose values begin at byte ``begin``.
+    """Return the tensors of a header, in a file of ``size`` bytes with values that begin at byte ``begin``.
 
-    ValueError, a line long, for keys, dtypes, shapes or ranges that cannot be right, and unless the tensors follow one
-    another up to the end of the file.
+    Raise ValueError, one line long, for invalid keys, dtypes, shapes or ranges, and unless the tensors are contiguous
+    up to the end of the file.
     """
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
-    # Free text, and no tensor.
+    # Free text, not a tensor.
     header.pop("__metadata__", None)
     entries = {name: _entry(name, fields, begin, size) for name, fields in header.items()}
     _check_cover(entries, begin, size)
@@ -189,14 +192,14 @@ def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
 
 
 def _is_sizes(value: Any) -> bool:
-    """Return whether a value is a short list of whole numbers of at least 0; ``True`` is none."""
+    """Return whether a value is a short list of integers of at least 0; ``True`` is not an integer."""
     if not isinstance(value, list) or len(value) > _MOST_DIMS:
         return False
     return all(type(v) is int and 0 <= v < _MOST_SIZE for v in value)
 
 
 def _check_cover(entries: dict[str, Entry], begin: int, size: int) -> None:
-    """ValueError unless the tensors follow one another, from the header to the end of the file."""
+    """Raise ValueError unless the tensors are contiguous, from the header to the end of the file."""
     at, before = begin, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start < at:
@@ -219,12 +222,12 @@ _BLOCK_VALUES = 1 << 24
 
 
 def header_fields(dtype: torch.dtype, shape: Iterable[int], start: int, stop: int) -> dict[str, Any]:
-    """Return what a header says of a tensor at bytes ``start`` to ``stop`` of the data."""
+    """Return a tensor's header fields for bytes ``start`` to ``stop`` of the data."""
     return {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
 
 
 def encoded_header(fields: Mapping[str, Any], *, header_bytes: int | None = None) -> bytes:
-    """Return what stands before the data; spaces fill it up to ``header_bytes``, or to a multiple of eight."""
+    """Return the bytes before the data, padded with spaces to ``header_bytes``, or to a multiple of eight."""
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     if header_bytes is None:
         header_bytes = -(-len(text) // 8) * 8
@@ -232,9 +235,10 @@ def encoded_header(fields: Mapping[str, Any], *, header_bytes: int | None = None
 
 
 class SafetensorsWriter:
-    """Writes one file, tensor by tensor as they come; ``close`` adds the header in front of them.
+    """Writer of one file, tensor by tensor; ``close`` adds the header in front of them.
 
-    The header's size is not known before, so ``RESERVED_BYTES`` are reserved; ``fits_header`` says if they are used up.
+    The header's size is not known in advance, so ``RESERVED_BYTES`` are reserved; ``fits_header`` tells if they
+    suffice.
     """
 
     def __init__(self, path: Path) -> None:
@@ -246,11 +250,11 @@ class SafetensorsWriter:
         self._file.seek(RESERVED_BYTES)
 
     def fits_header(self, name: str) -> bool:
-        """Return whether the header can take another tensor of this name."""
+        """Return whether the header has room for another tensor of this name."""
         return self._header_bytes + _entry_bytes(name) <= RESERVED_BYTES
 
     def add(self, name: str, dtype: torch.dtype, shape: Sequence[int], values: Iterable[Tensor]) -> None:
-        """Write a tensor that comes in pieces, on the CPU, whose flattened values follow one another."""
+        """Write a tensor given as CPU pieces, with its flattened values in order."""
         start = self.data_bytes
         for piece in values:
             content = content_of(piece.to(dtype))
@@ -262,9 +266,9 @@ class SafetensorsWriter:
         self.num_tensors += 1
 
     def close(self) -> None:
-        """Write the header, and read the data back while the system has it in its cache; then the file is whole.
+        """Write the header, and read the data back from the system's cache; then the file is complete.
 
-        CheckpointError unless it comes back as it was written.
+        Raise CheckpointError if the data differs from what was written.
         """
         header = encoded_header(self._header, header_bytes=RESERVED_BYTES - 8)
         if self.data_bytes <= SMALL_BYTES:
@@ -287,14 +291,14 @@ class SafetensorsWriter:
 
 
 def _entry_bytes(name: str) -> int:
-    """Return an upper bound on what a tensor takes in the header: its name escaped, and numbers at their longest."""
+    """Return an upper bound on a tensor's bytes in the header: its name escaped, and numbers at their longest."""
     return len(json.dumps(name, ensure_ascii=False).encode()) + 220
 
 
 class ShardWriter:
-    """Writes tensors into safetensors files of about ``shard_bytes``, as they come: memory holds none of them.
+    """Writer of tensors into safetensors files of about ``shard_bytes``, as they come: memory holds none of them.
 
-    A shard is read back as soon as it is full, which finds a disk that changes bytes. ``finish`` names the files.
+    A shard is read back as soon as it is full, which detects a disk that changes bytes. ``finish`` names the files.
     """
 
     def __init__(self, folder: Path, stem: str, shard_bytes: int) -> None:
@@ -306,12 +310,12 @@ class ShardWriter:
         self._shards: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor."""
+        """Add one tensor."""
         tensor = tensor.detach().to("cpu")
         self.add_flat(name, tensor.reshape(-1), tensor.dtype, tuple(tensor.shape))
 
     def add_flat(self, name: str, values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Take a tensor by its flattened values, cast to ``dtype`` a block at a time."""
+        """Add a tensor by its flattened values, cast to ``dtype`` a block at a time."""
         if values.numel() != torch.Size(shape).numel():
             raise ValueError(f"{name}: {values.numel()} values for shape {shape}")
         num_bytes = values.numel() * dtype.itemsize
@@ -321,12 +325,12 @@ class ShardWriter:
         self.total_bytes += num_bytes
 
     def finish(self) -> dict[str, str]:
-        """Tensor -> file name; a single shard is called ``STEM.safetensors``."""
+        """Return the file name of each tensor; a single shard is called ``STEM.safetensors``."""
         if not self._shards:
-            # A model without tensors is a file without tensors.
+            # A model without tensors still gets a file.
             self._shard_for("", 0)
         self._close()
-        # Only now is their number known, which stands in every name.
+        # Their number, part of every name, is known only now.
         count = len(self._shards)
         file_of: dict[str, str] = {}
         for number, names in enumerate(self._shards, start=1):
@@ -338,7 +342,7 @@ class ShardWriter:
         return file_of
 
     def _shard_for(self, name: str, num_bytes: int) -> SafetensorsWriter:
-        """The open shard, or a new one when this tensor would make it too large."""
+        """Return the open shard, or a new one if this tensor would make it too large."""
         shard = self._shard
         if shard is not None and shard.num_tensors:
             is_full = shard.data_bytes + num_bytes > self.shard_bytes
@@ -356,5 +360,5 @@ class ShardWriter:
             shard.close()
 
     def _unnamed(self, number: int) -> Path:
-        """The path of a shard before ``finish`` gives it its name."""
+        """Return the path of a shard before ``finish`` names it."""
         return self.folder / f"{self.stem}-{number:05d}.safetensors.partial"

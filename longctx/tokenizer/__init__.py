@@ -1,7 +1,7 @@
-"""Text to token ids and back, by the tokenizer that a model came with or that ``longctx tokenizer train`` made.
+"""Text to token ids and back, by the tokenizer of a model or one trained by ``longctx tokenizer train``.
 
-``load_tokenizer`` reads every form; ``Tokenizer`` is what it returns. The libraries ``sentencepiece`` and
-``tokenizers`` are imported here, and where a model is trained.
+``load_tokenizer`` reads every form and returns a ``Tokenizer``. The libraries ``sentencepiece`` and ``tokenizers`` are
+only imported here, and for training.
 """
 
 from longctx.tokenizer.contract import Chunk, Tokenizer

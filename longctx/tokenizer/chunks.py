@@ -1,17 +1,17 @@
-"""Where a long text is cut, so that memory stays bounded and the ids are those of the whole text.
+"""Cuts of a long text that bound memory and give the same ids as the full text.
 
-A cut between two characters changes no id where the tokenizer certainly cuts there itself:
+A cut between two characters changes no id if the tokenizer certainly cuts there itself:
 
 * *By pieces* (SentencePiece, and fast tokenizers that see a text as one word). A token is a piece of the vocabulary. No
-  token spans two neighbouring characters that stand side by side in no piece, and what is left and right of them is
-  encoded as if the other were not there. Text that is normalised is cut before a single space between two ASCII letters
-  or digits only, which no normaliser touches.
-* *By words* (fast tokenizers whose pre-tokenizer cuts text into words). An ASCII letter or digit ends a word before a
-  space or a newline, in every pre-tokenizer that cuts by words at all. The tokenizer itself is asked at each cut: the
-  ids of 128 characters around it must be those of the two halves.
+  token spans two adjacent characters that are adjacent in no piece, and the text on each side of them is encoded
+  independently. Text that is normalised is only cut before a single space between two ASCII letters or digits, which
+  no normaliser changes.
+* *By words* (fast tokenizers with a pre-tokenizer that cuts text into words). An ASCII letter or digit ends a word
+  before a space or a newline, in every pre-tokenizer that cuts by words at all. Each cut is checked with the tokenizer
+  itself: the ids of 128 characters around it must be those of the two halves.
 
-A text without such a point is cut every ``LIMIT_CHARACTERS`` all the same: a few ids at that cut may then differ from
-those of the whole, and its text comes back as it was.
+A text without such a point is still cut every ``LIMIT_CHARACTERS``: a few ids at that cut may then differ from those of
+the full text, but the decoded text is the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IsCertain = Callable[[str, int], bool]
 
 
 def never(text: str, at: int) -> bool:
-    """No point of a text is certain."""
+    """Return False: no point of a text is certain."""
     return False
 
 
@@ -41,7 +41,7 @@ _LETTER_OR_DIGIT = re.compile(r"[A-Za-z0-9]")
 
 
 def certain_chunks(text: str, size: int, is_certain: IsCertain) -> Iterator[Chunk]:
-    """Yield ``text`` in chunks of about ``size`` characters, cut where ``is_certain``, else at the limit."""
+    """Yield ``text`` in chunks of about ``size`` characters, cut at points that are certain, otherwise at the limit."""
     start = 0
     while start < len(text):
         stop = len(text)
@@ -52,9 +52,9 @@ def certain_chunks(text: str, size: int, is_certain: IsCertain) -> Iterator[Chun
 
 
 def newline_chunks(text: str, size: int) -> Iterator[Chunk]:
-    """Yield ``text``, cut after a newline about every ``size`` characters; a longer line is cut all the same.
+    """Yield ``text``, cut after a newline about every ``size`` characters; a longer line is cut anyway.
 
-    The rule of our own models: their shards have it since the first release. Few tokens cross a newline.
+    This is the rule of our own models: their shards have used it since the first release. Few tokens cross a newline.
     """
     start = 0
     while start < len(text):
@@ -68,7 +68,7 @@ def newline_chunks(text: str, size: int) -> Iterator[Chunk]:
 
 
 def _find_cut(text: str, start: int, size: int, is_certain: IsCertain) -> int:
-    """Where the chunk that begins at ``start`` ends: the last certain point in it, else the first one after it."""
+    """Return the end of the chunk from ``start``: the last certain point in it, or the first one after it."""
     middle = start + size
     for at in range(middle, start, -1):
         if is_certain(text, at):
@@ -81,10 +81,10 @@ def _find_cut(text: str, start: int, size: int, is_certain: IsCertain) -> int:
 
 
 class Neighbours:
-    """Which characters stand side by side in some piece of a vocabulary."""
+    """Pairs of characters that are adjacent in some piece of a vocabulary."""
 
     def __init__(self, pieces: Iterable[str], *, is_normalised: bool, has_byte_fallback: bool) -> None:
-        """``is_normalised``: the tokenizer changes more of a text than its spaces."""
+        """Collect the pairs. ``is_normalised``: the tokenizer changes more of a text than its spaces."""
         self._pairs: set[str] = set()
         self._known: set[str] = set()
         for piece in pieces:
@@ -95,7 +95,7 @@ class Neighbours:
         self._has_byte_fallback = has_byte_fallback
 
     def is_certain(self, text: str, at: int) -> bool:
-        """Whether no token can span the characters before and after this point."""
+        """Return whether no token can span the characters before and after this point."""
         if self._is_normalised and not is_plain_space(text, at):
             return False
         left, right = text[at - 1], text[at]
@@ -103,19 +103,19 @@ class Neighbours:
             left = SPACE_MARK
         if right == " ":
             right = SPACE_MARK
-        # Neighbours that are both unknown become one unknown token.
+        # Two adjacent unknown characters become one unknown token.
         if not self._has_byte_fallback and left not in self._known and right not in self._known:
             return False
         return left + right not in self._pairs
 
 
 def ends_word(text: str, at: int) -> bool:
-    """Whether an ASCII letter or digit stands before this point, and a space or a newline after it."""
+    """Return whether an ASCII letter or digit precedes this point, and a space or a newline follows it."""
     return text[at] in " \n" and _LETTER_OR_DIGIT.match(text[at - 1]) is not None
 
 
 def is_plain_space(text: str, at: int) -> bool:
-    """Whether a single space stands after this point, between two ASCII letters or digits."""
+    """Return whether a single space follows this point, between two ASCII letters or digits."""
     if text[at] != " " or at + 1 >= len(text):
         return False
     return all(_LETTER_OR_DIGIT.match(character) for character in (text[at - 1], text[at + 1]))

@@ -1,4 +1,4 @@
-"""What the rest of the code knows of a tokenizer: ``Tokenizer``, the base of both kinds."""
+"""``Tokenizer``: the common interface, and base class of both kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ GROUP_CHARACTERS = 1 << 22
 
 
 class Tokenizer(Locating, ABC):
-    """A vocabulary and the rule that cuts text into its ids. ``load_tokenizer`` makes one.
+    """Vocabulary and the rule that cuts text into its ids. Returned by ``load_tokenizer``.
 
-    What stands in a text is text: no text becomes a control id, whatever it spells. A document is framed by
-    ``document_begin`` and ``document_end``, each where the model's own files name one.
+    Text always stays text: no text becomes a control id, even if it spells one. A document is framed by
+    ``document_begin`` and ``document_end``, if the model's own files name them.
     """
 
     kind: str
@@ -75,52 +75,52 @@ class Tokenizer(Locating, ABC):
 
     @property
     def document_end(self) -> int | None:
-        """Id after a document's last token; None where the model's files name no end id."""
+        """Id after a document's last token; None if the model's files name no end id."""
         return self.special.end
 
     @property
     def padding(self) -> int:
-        """Id that fills a row; its target never counts, so any id serves where the model has none of its own."""
+        """Id that fills a row; its target never counts, so any id is valid if the model has none of its own."""
         named = (self.special.padding, self.special.end, self.special.begin)
         return next((token for token in named if token is not None and token < self.vocab_size), 0)
 
     def for_model(self, vocab_size: int) -> Self:
-        """Return this tokenizer for a model of so many rows: DataError for a text that has an id beyond them."""
+        """Return this tokenizer for a model of ``vocab_size`` rows: text with an id beyond them raises DataError."""
         limited = copy.copy(self)
         limited.rows = vocab_size
         return limited
 
     def describe(self) -> str:
-        """The tokenizer in a line: kind, size, begin and end, fingerprint."""
+        """Return a one-line description: kind, size, begin and end, fingerprint."""
         named = {"begin": self.special.begin, "end": self.special.end}
         frame = [f"{role} {self.spelt(token)}" for role, token in named.items()]
         return f"{self.kind}, {self.vocab_size:,} ids, {', '.join(frame)}, fingerprint {self.fingerprint}"
 
     def save(self, folder: Path) -> list[Path]:
-        """Write ``files`` into a folder, byte for byte as they were read; returns their paths."""
+        """Write ``files`` into a folder, byte for byte as they were read; return their paths."""
         paths = [folder / name for name in self.files]
         for path, content in zip(paths, self.files.values(), strict=True):
             write_atomically(path, content)
         return paths
 
     def encode(self, text: str, *, chunk_characters: int | None = None) -> np.ndarray:
-        """The ids of ``text`` as int32, without begin and end.
+        """Return the ids of ``text`` as int32, without begin and end.
 
-        Memory beyond text and ids is bounded. ``chunk_characters`` is how much is encoded at a time.
+        Memory beyond text and ids is bounded. ``chunk_characters`` is the number of characters encoded at a time.
         """
-        # The empty part stands for a text without any.
+        # The empty part handles an empty text.
         parts = [np.empty(0, dtype=np.int32)]
         for group in groups(self.cut(text, chunk_characters), GROUP_CHARACTERS):
             parts += self.encode_chunks(group)
         return check_rows(self, np.concatenate(parts), "the text")
 
     def encode_document(self, text: str) -> np.ndarray:
-        """The ids of ``text`` between document begin and document end, int32."""
+        """Return the ids of ``text`` between document begin and document end, int32."""
         ids = np.concatenate([self.begins_with, self.encode(text), self.ends_with])
         return check_rows(self, ids, "every document")
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a document's beginning, as training data has them: what a model continues."""
+        """Return the ids of a prompt, as at the beginning of a document in training data."""
         if self.as_prompt is not None:
             return self.as_prompt(text)
         ids = np.concatenate([self.begins_with, self.encode(text)])
@@ -128,50 +128,50 @@ class Tokenizer(Locating, ABC):
 
     @property
     def begins_with(self) -> np.ndarray:
-        """The ids before every document: one or none."""
+        """Ids before every document: one or none."""
         return _as_ids(self.special.begin)
 
     @property
     def ends_with(self) -> np.ndarray:
-        """The ids after every document: one or none."""
+        """Ids after every document: one or none."""
         return _as_ids(self.special.end)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ``ids``; control ids give nothing, bytes that are no UTF-8 give U+FFFD."""
+        """Return the text of ``ids``; control ids give no text, bytes that are not UTF-8 give U+FFFD."""
         ids = np.asarray(ids, dtype=np.int64)
         _check_known(ids, self)
         return self._decode_text(ids[~self.is_control[ids]].tolist())
 
     @abstractmethod
     def cut(self, text: str, chunk_characters: int | None = None) -> Iterator[Chunk]:
-        """Yield ``text`` in parts whose ids, one after the other, are those of the whole."""
+        """Yield ``text`` in parts with ids that, concatenated, are those of the full text."""
 
     @abstractmethod
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
-        """The ids of each chunk, int32, on ``threads`` cores."""
+        """Return the ids of each chunk, int32, computed on ``threads`` cores."""
 
     @abstractmethod
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
-        """What the ids of each chunk say: its text, where the tokenizer gives text back exactly."""
+        """Return the text of each chunk's ids, which is the chunk's own text if the tokenizer is lossless."""
 
     @cached_property
     def spelling(self) -> Spelling | None:
-        """The bytes of each id, where a text is these one after the other and nothing else; None elsewhere."""
+        """Bytes of each id, if any text is the concatenation of its ids' bytes; otherwise None."""
         return None
 
     @abstractmethod
     def piece(self, token: int) -> str:
-        """How the model's file spells one id, for display."""
+        """Return the spelling of one id in the model's file, for display."""
 
     def spelt(self, token: int | None, nothing: str = "none") -> str:
-        """Return a token for a message: its spelling and its id, or the word for no token."""
+        """Return a token for a message: its spelling and its id, or ``nothing`` for no token."""
         if token is None:
             return nothing
         return f"{printable(self.piece(token))} ({token})"
 
     @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:
-        """The text of ids that are in the vocabulary and no control ids."""
+        """Return the text of ids that are in the vocabulary and are not control ids."""
 
 
 def _check_known(ids: np.ndarray, tokenizer: Tokenizer) -> None:
@@ -183,7 +183,7 @@ def _check_known(ids: np.ndarray, tokenizer: Tokenizer) -> None:
 
 
 def groups(chunks: Iterable[Chunk], characters: int) -> Iterator[list[Chunk]]:
-    """Yield chunks in lists of about so many characters together, at least one chunk each."""
+    """Yield chunks in lists of about ``characters`` characters in total, at least one chunk each."""
     group: list[Chunk] = []
     size = 0
     for chunk in chunks:
@@ -218,7 +218,7 @@ def decode_by_place(
 ) -> list[str]:
     """Return the text of each chunk's ids by ``decode``; ``anchor`` are the ids of a letter.
 
-    After some letter a later chunk keeps its first space, which decoding may take from a text's beginning.
+    After a letter, a later chunk keeps its first space, which decoding may drop at the beginning of a text.
     """
     parts = [part.tolist() for part in ids]
     for part, chunk in zip(parts, chunks, strict=True):
@@ -233,7 +233,7 @@ def decode_by_place(
 
 
 def check_characters(text: str) -> None:
-    """DataError for half of a surrogate pair, which no UTF-8 holds and no library encodes."""
+    """Raise DataError for half of a surrogate pair, which UTF-8 cannot represent and no library encodes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -241,7 +241,7 @@ def check_characters(text: str) -> None:
 
 
 def _as_ids(token: int | None) -> np.ndarray:
-    """The id as an array of one, or an empty array."""
+    """Return the id as an array of one, or an empty array."""
     if token is None:
         return np.empty(0, dtype=np.int32)
     return np.array([token], dtype=np.int32)

@@ -1,7 +1,7 @@
-"""``ControlFinder``: the control tokens that a chat template has written into a text, and where they stand.
+"""``ControlFinder``: the control tokens that a chat template has written into a text, and their positions.
 
-As the library ``tokenizers`` finds them: leftmost first, of those the longest, each with the white space that it takes
-along.
+It works like the library ``tokenizers``: leftmost first, of those the longest, each with the white space that it
+absorbs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Span = tuple[int, int]
 
 
 class AddedToken(NamedTuple):
-    """A token that is looked for in a text before it is cut into words."""
+    """Token that is searched for in a text before it is cut into words."""
 
     id: int
     is_control: bool = True
@@ -35,7 +35,7 @@ class AddedToken(NamedTuple):
 
 @dataclass(frozen=True)
 class Located:
-    """Ids, and for each the characters of the text that it stands for."""
+    """Ids with the character span of each in the text."""
 
     ids: np.ndarray
     """int32 [N]."""
@@ -48,7 +48,7 @@ class Located:
     def joined(cls, parts: Sequence[Located]) -> Located:
         """Return parts of one text as one, in their order."""
         none = np.empty(0, np.int64)
-        # The empty parts stand for a text without any.
+        # The empty parts handle a text without any.
         return cls(
             np.concatenate([none.astype(np.int32)] + [part.ids for part in parts]),
             np.concatenate([none] + [part.starts for part in parts]),
@@ -56,21 +56,21 @@ class Located:
         )
 
     def moved(self, by: int) -> Located:
-        """Return the same ids so many characters further on."""
+        """Return the same ids with spans shifted by ``by`` characters."""
         return Located(self.ids, self.starts + by, self.stops + by)
 
     def within(self, spans: Sequence[Span]) -> np.ndarray:
-        """Return for each id whether one of these spans, in ascending order, has a character of it, bool [N]."""
+        """Return for each id whether it overlaps one of these ascending spans, bool [N]."""
         if not spans:
             return np.zeros(len(self.ids), dtype=bool)
         starts, stops = np.array(spans, dtype=np.int64).T
-        # The first span that ends behind the id's first character is the only one that may hold it.
+        # Only the first span that ends after the id's first character can contain it.
         first = np.minimum(np.searchsorted(stops, self.starts, side="right"), len(stops) - 1)
         return (self.stops > starts[first]) & (self.starts < stops[first])
 
 
 class Chunk(NamedTuple):
-    """A part of a document that is encoded by itself."""
+    """Part of a document that is encoded separately."""
 
     text: str
     is_first: bool
@@ -78,7 +78,7 @@ class Chunk(NamedTuple):
 
 
 class ControlFinder:
-    """Finds the control tokens of a tokenizer in a text."""
+    """Finder of a tokenizer's control tokens in a text."""
 
     def __init__(self, added: Mapping[str, AddedToken]) -> None:
         self._added = dict(added)
@@ -90,7 +90,7 @@ class ControlFinder:
         return [text for text, token in self._added.items() if token.is_control]
 
     def find(self, text: str, plain: Sequence[Span] = ()) -> Iterator[tuple[int, int, int]]:
-        """Yield first character, the one behind the last and id of each control token, outside ``plain``."""
+        """Yield start, end and id of each control token outside ``plain``."""
         at = behind = 0
         spans = iter(plain)
         span = next(spans, None)
@@ -113,7 +113,7 @@ class ControlFinder:
 
 
 class Locating:
-    """What a tokenizer does for rendered conversations."""
+    """Support of a tokenizer for rendered conversations."""
 
     path: Path
     as_prompt: Callable[[str], list[int]] | None = None
@@ -121,7 +121,7 @@ class Locating:
 
     @cached_property
     def controls(self) -> ControlFinder:
-        """What finds the tokens that a chat template writes; DataError for a tokenizer that does not say how."""
+        """Finder of the tokens that a chat template writes; raises DataError if the tokenizer does not define them."""
         raise DataError(
             f"tokenizer={self.path} is a SentencePiece model, whose file does not say how conversations are cut.\n"
             "Write its tokenizer.json first: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
@@ -129,11 +129,11 @@ class Locating:
 
     @cached_property
     def sections_begin_anew(self) -> bool:
-        """Whether the text behind a control token gets the space that a document's beginning gets."""
+        """True if the text after a control token gets the same space as a document's beginning."""
         return False
 
     def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
-        """Return the ids of each chunk, and the characters of it that each stands for."""
+        """Return the ids of each chunk, with the character span of each."""
         raise NotImplementedError
 
 

@@ -1,8 +1,8 @@
-"""A SentencePiece model as Hugging Face's fast tokenizer files.
+"""Export of a SentencePiece model as Hugging Face's fast tokenizer files.
 
 A model of ours is written with real spaces in its pieces. It needs no normaliser then, and U+2581 itself in a text
-falls back to its three bytes, as it does when training data is built. Other models keep SentencePiece's spelling of
-spaces, with the normaliser and the space in front that their own file asks for.
+falls back to its three bytes, as in training data. Other models keep SentencePiece's spelling of spaces, with the
+normaliser and the leading space that their own file requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEVER_CHOSEN = -1e4
 
 
 def fast_files(tokenizer: SentencePieceTokenizer, *, max_positions: int) -> dict[str, dict[str, Any]]:
-    """The contents of tokenizer.json and tokenizer_config.json; DataError for a model that no such file expresses.
+    """Return tokenizer.json and tokenizer_config.json; raise DataError if they cannot express the model.
 
     The files begin a text with ``document_begin``, as ``generate`` and training data do.
     """
@@ -38,7 +38,7 @@ def piece_texts(tokenizer: SentencePieceTokenizer, group: int = 100) -> Iterator
 
 
 def _check_expressible(tokenizer: SentencePieceTokenizer) -> None:
-    """DataError for a model whose ids no tokenizer.json can give."""
+    """Raise DataError if no tokenizer.json can give the model's ids."""
     model = tokenizer.processor
     pieces = range(tokenizer.vocab_size)
     reasons = {
@@ -64,7 +64,7 @@ def _content(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
         # Pieces with real spaces need no normaliser.
         texts = _spaced(tokenizer)
     else:
-        # As SentencePiece encodes it, a space written as U+2581.
+        # As SentencePiece encodes it, with spaces written as U+2581.
         texts = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
         unknown = texts[tokenizer.processor.unk_id()]
         normalizer = {"type": "Sequence", "normalizers": list(_normalizers(tokenizer))}
@@ -77,7 +77,7 @@ def _content(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
     else:
         model = _bpe(tokenizer, texts, unknown=unknown)
     added = [_added(i, texts[i], special=True) for i in _controls(tokenizer)]
-    # Text becomes these ids wherever it spells them, before anything is merged.
+    # These are matched in the text before any merge.
     added += [_added(i, texts[i], special=False) for i in tokenizer.user_defined]
     return {
         "version": "1.0",
@@ -93,7 +93,7 @@ def _content(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
 
 
 def _normalizers(tokenizer: SentencePieceTokenizer) -> Iterator[dict[str, Any]]:
-    """Yield what the model's file does to a text before its pieces are looked for."""
+    """Yield the normalisation steps in the model's file."""
     spec = tokenizer.normalizer
     if spec.precompiled_charsmap:
         charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
@@ -107,14 +107,17 @@ def _normalizers(tokenizer: SentencePieceTokenizer) -> Iterator[dict[str, Any]]:
 
 
 def _prefix_step(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
-    """The step that puts a space before a text where user-defined symbols cut it: a normalizer sees each part."""
+    """Return the step that puts a space before a text that user-defined symbols may cut.
+
+    A normaliser would put one before each part.
+    """
     if not tokenizer.normalizer.add_dummy_prefix or not tokenizer.user_defined:
         return None
     return {"type": "Metaspace", "replacement": SPACE_MARK, "prepend_scheme": "first", "split": False}
 
 
 def _bpe(tokenizer: SentencePieceTokenizer, texts: list[str], *, unknown: str | None) -> dict[str, Any]:
-    """A BPE by its pieces' ranks."""
+    """Return a BPE model by the ranks of the pieces."""
     return {
         "type": "BPE",
         "dropout": None,
@@ -130,7 +133,7 @@ def _bpe(tokenizer: SentencePieceTokenizer, texts: list[str], *, unknown: str | 
 
 
 def _unigram(tokenizer: SentencePieceTokenizer, texts: list[str]) -> dict[str, Any]:
-    """A Unigram by its pieces' scores."""
+    """Return a Unigram model by the scores of the pieces."""
     bytes_alone = [i for i in range(tokenizer.vocab_size) if tokenizer.processor.is_byte(i)]
     fixed = {*_controls(tokenizer), *bytes_alone, tokenizer.processor.unk_id()}
     vocabulary: list[list[Any]] = []
@@ -148,7 +151,7 @@ def _unigram(tokenizer: SentencePieceTokenizer, texts: list[str]) -> dict[str, A
 
 
 def _merges(tokenizer: SentencePieceTokenizer, texts: list[str]) -> Iterator[list[str]]:
-    """Yield every way to make a piece of two others, best piece first.
+    """Yield every way to make a piece from two others, best piece first.
 
     SentencePiece ranks pieces and a fast tokenizer ranks merges, so the merges of one piece get an order that
     SentencePiece does not have. The order did not matter in 1,500 vocabularies of one to three letters.
@@ -163,7 +166,7 @@ def _merges(tokenizer: SentencePieceTokenizer, texts: list[str]) -> Iterator[lis
 
 
 def _learned(tokenizer: SentencePieceTokenizer) -> list[int]:
-    """Pieces that text can become by merging."""
+    """Return the pieces that text can become by merging."""
     model = tokenizer.processor
     fixed = {*_controls(tokenizer), *tokenizer.user_defined, model.unk_id()}
     return [i for i in range(tokenizer.vocab_size) if i not in fixed and not model.is_byte(i)]
@@ -174,7 +177,7 @@ def _controls(tokenizer: SentencePieceTokenizer) -> list[int]:
 
 
 def _spaced(tokenizer: SentencePieceTokenizer) -> list[str]:
-    """The text of each piece, its spaces as spaces; the names of control and byte pieces as they are."""
+    """Return the text of each piece with real spaces; the names of control and byte pieces are unchanged."""
     names = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
     for i in _learned(tokenizer):
         names[i] = names[i].replace(SPACE_MARK, " ")
@@ -183,12 +186,12 @@ def _spaced(tokenizer: SentencePieceTokenizer) -> list[str]:
 
 def _added(token: int, content: str, *, special: bool) -> dict[str, Any]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "special": special}
-    # A user-defined symbol is looked for where spaces are spelt as in the vocabulary.
+    # A user-defined symbol is matched after spaces are spelt as in the vocabulary.
     return {"id": token, "content": content, "normalized": not special, **flags}
 
 
 def _frame(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
-    """What is put before a text: the id that begins a document."""
+    """Return the post-processor that puts the begin id before a text; None if there is none."""
     begin = tokenizer.document_begin
     if begin is None:
         return None
@@ -204,7 +207,7 @@ def _frame(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
 
 
 def _config(tokenizer: SentencePieceTokenizer, max_positions: int) -> dict[str, Any]:
-    """The contents of tokenizer_config.json."""
+    """Return the contents of tokenizer_config.json."""
     special = tokenizer.special
     roles = {"bos_token": special.bos, "eos_token": special.end, "pad_token": special.padding}
     others = [tokenizer.piece(i) for i in _controls(tokenizer) if i not in roles.values()]
@@ -217,7 +220,8 @@ def _config(tokenizer: SentencePieceTokenizer, max_positions: int) -> dict[str, 
         config["unk_token"] = tokenizer.piece(tokenizer.processor.unk_id())
     return config | {
         "additional_special_tokens": others,
-        # Control symbols in a text are text, as for SentencePiece; but transformers reads what a template wrote.
+        # Control symbols in a text stay text, as in SentencePiece; but transformers must read those that a template
+        # wrote.
         "split_special_tokens": not has_templates(tokenizer.files),
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_positions,

@@ -1,8 +1,8 @@
 """Hugging Face's ``tokenizer.json``, encoded by the ``tokenizers`` library itself.
 
-Special tokens that a text spells out are text, as with transformers' ``split_special_tokens=True``. Some models would
-still choose a special token's own vocabulary entry for its spelling (a Unigram does). Such a chunk is encoded again
-with entries that no text can spell.
+Special tokens spelt in a text stay text, as with transformers' ``split_special_tokens=True``. Some models would still
+choose a special token's own vocabulary entry for its spelling (a Unigram does). Such a chunk is encoded again with
+entries that no text can spell.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _PROOF_CHARACTERS = 64
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer.json of any kind; the library encodes with all cores."""
+    """Tokenizer from a tokenizer.json of any kind; the library encodes with all cores."""
 
     def __init__(self, content: bytes, *, path: Path, companions: Mapping[str, bytes] | None = None) -> None:
-        """``companions`` are the other files of its folder, which name begin and end ids."""
+        """Load the tokenizer. ``companions`` are the other files of its folder, which name begin and end ids."""
         files = {JSON_FILE: content} | dict(companions or {})
         self._json = read_object(files, JSON_FILE, path)
         self._fast = _build(content, self._json, path)
@@ -60,25 +60,25 @@ class FastTokenizer(Tokenizer):
         )
 
     def cut(self, text: str, chunk_characters: int | None = None) -> Iterator[Chunk]:
-        """Yield ``text`` in chunks, cut where the tokenizer certainly cuts itself (``chunks``)."""
+        """Yield ``text`` in chunks, cut at points where the tokenizer certainly cuts itself (``chunks``)."""
         check_characters(text)
         with library_faults(self.path):
             yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
-        """The ids of each chunk, int32; a later chunk gets no space in front."""
+        """Return the ids of each chunk, int32; a later chunk gets no leading space."""
         with library_faults(self.path):
             return encode_by_place(chunks, self._encode_texts)
 
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
-        """The text of each chunk's ids."""
+        """Return the text of each chunk's ids."""
         anchor = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
         with library_faults(self.path):
             return decode_by_place(ids, chunks, anchor, partial(self._fast.decode_batch, skip_special_tokens=False))
 
     @cached_property
     def controls(self) -> ControlFinder:
-        """What finds the added tokens of the file; those that are special are control tokens."""
+        """Finder of the file's added tokens; the special ones are control tokens."""
         return ControlFinder(
             {
                 added.content: AddedToken(number, added.special, added.lstrip, added.rstrip, added.single_word)
@@ -88,12 +88,12 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def sections_begin_anew(self) -> bool:
-        """Whether the text behind a control token gets the space that a document's beginning gets."""
+        """True if the text after a control token gets the same space as a document's beginning."""
         special = {added.content: number for number, added in self._added.items() if added.special}
         return self._variants.begins_anew(special)
 
     def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
-        """Return the ids of each chunk, and the characters of it that each stands for."""
+        """Return the ids of each chunk, with the character span of each."""
         located: list[Located] = []
         with library_faults(self.path):
             for chunk in chunks:
@@ -106,12 +106,12 @@ class FastTokenizer(Tokenizer):
         return located
 
     def piece(self, token: int) -> str:
-        """How the file spells one id, for display; empty for a number that it leaves out."""
+        """Return the spelling of one id in the file, for display; empty for an unused number."""
         return self._fast.id_to_token(int(token)) or ""
 
     @cached_property
     def _special_numbers(self) -> list[int]:
-        """Ids of special tokens; not the unknown token's, which stands for some text."""
+        """Ids of special tokens, except the unknown token's, which represents text."""
         unknown = self._json["model"].get("unk_token")
         if self._json["model"].get("unk_id") is not None:
             unknown = self._json["model"]["vocab"][self._json["model"]["unk_id"]][0]
@@ -122,7 +122,7 @@ class FastTokenizer(Tokenizer):
             return self._fast.decode(ids, skip_special_tokens=False)
 
     def _encode_texts(self, texts: list[str], is_first: bool) -> list[np.ndarray]:
-        """The ids of each text, in which no special token is."""
+        """Return the ids of each text, none of which is a special token."""
         fast = self._fast if is_first else self._variants.later
         encoded = [_ids(found) for found in fast.encode_batch_fast(texts, add_special_tokens=False)]
         for number, ids in enumerate(encoded):
@@ -140,10 +140,10 @@ class FastTokenizer(Tokenizer):
             return self._ends_word
         plain = [added.content for added in self._added.values() if not added.special]
         normalised = not _keeps_characters(self._json.get("normalizer"))
-        # A Prepend stands before every part that an added token leaves, not before the text alone.
+        # A Prepend applies to every part between added tokens, not only to the start of the text.
         if plain and "Prepend" in json.dumps(self._json.get("normalizer")):
             return never
-        # The vocabulary spells bytes by other characters than the text's.
+        # The vocabulary spells bytes with other characters than the text.
         if "ByteLevel" in json.dumps(self._json.get("pre_tokenizer")):
             return never
         pieces = list(self._fast.get_vocab(with_added_tokens=False))
@@ -151,7 +151,7 @@ class FastTokenizer(Tokenizer):
         return Neighbours(pieces + plain, is_normalised=normalised, has_byte_fallback=has_bytes).is_certain
 
     def _ends_word(self, text: str, at: int) -> bool:
-        """Whether a word ends here, and the tokenizer gives the ids of both sides by themselves."""
+        """Return whether a word ends here, and the tokenizer encodes both sides independently."""
         if not ends_word(text, at):
             return False
         left, right = text[max(0, at - _PROOF_CHARACTERS) : at], text[at : at + _PROOF_CHARACTERS]
@@ -162,7 +162,7 @@ class FastTokenizer(Tokenizer):
 
 
 class _Variants:
-    """The library's tokenizer as it encodes parts of a text."""
+    """Variants of the library's tokenizer for parts of a text."""
 
     def __init__(self, fast: tokenizers.Tokenizer, content: dict[str, Any], path: Path) -> None:
         self._fast, self._json, self._path = fast, content, path
@@ -170,21 +170,21 @@ class _Variants:
 
     @cached_property
     def cuts_words(self) -> bool:
-        """Whether the pre-tokenizer cuts text into words."""
+        """True if the pre-tokenizer cuts text into words."""
         words = self._fast.encode("a b", add_special_tokens=False).word_ids
         return len(set(words)) > 1
 
     @cached_property
     def later(self) -> tokenizers.Tokenizer:
-        """The tokenizer as a chunk needs it that does not begin its document."""
+        """Tokenizer for a chunk that does not begin its document."""
         without_prefix = _without_prefix(self._json)
-        # Words are cut before a space, which stands in front then anyway.
+        # Words are cut before a space, which is a leading space already.
         if self.cuts_words or without_prefix == self._json:
             return self._fast
         return _from_json(without_prefix, self._path)
 
     def begins_anew(self, special: Mapping[str, int]) -> bool:
-        """Return whether the text behind a special token is encoded as a document's beginning is."""
+        """Return whether the text after a special token is encoded like the beginning of a document."""
         if not special or self.later is self._fast:
             return True
         content, number = next(iter(special.items()))
@@ -196,7 +196,7 @@ class _Variants:
         return behind == [number, *self._fast.encode(_ANCHOR, add_special_tokens=False).ids]
 
     def guarded(self, special: frozenset[str], is_first: bool) -> tokenizers.Tokenizer:
-        """Return the tokenizer, its special tokens' vocabulary entries renamed to what no text can spell."""
+        """Return the tokenizer with its special tokens' vocabulary entries renamed to names that no text can spell."""
         if is_first not in self._guarded:
             content = self._json
             if not is_first and not self.cuts_words:
@@ -206,7 +206,7 @@ class _Variants:
 
 
 def _control_ids(vocabulary: Mapping[str, int], special: list[int]) -> np.ndarray:
-    """For each id whether it is a special token, or a number that no token has."""
+    """Return for each id whether it is a special token, or an unused number."""
     control = np.ones(max(vocabulary.values()) + 1, dtype=bool)
     control[list(vocabulary.values())] = False
     control[special] = True
@@ -218,7 +218,7 @@ def _ids(encoding: tokenizers.Encoding) -> np.ndarray:
 
 
 def _build(content: bytes, parsed: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
-    """The library's tokenizer, without truncation, padding and chance; DataError for what is no tokenizer.json."""
+    """Return the library's tokenizer without truncation, padding and dropout; raise DataError if it cannot be read."""
     if not isinstance(parsed.get("model"), dict):
         raise DataError(f"tokenizer={path} is not a tokenizer.json: it has no model. Copy it again.")
     check_growth(parsed, path)
@@ -228,7 +228,7 @@ def _build(content: bytes, parsed: dict[str, Any], path: Path) -> tokenizers.Tok
 
 
 def _from_json(content: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
-    """The library's tokenizer of an edited tokenizer.json."""
+    """Return the library's tokenizer of an edited tokenizer.json."""
     return _from_text(json.dumps(content, ensure_ascii=False), path)
 
 
@@ -242,13 +242,13 @@ def _from_text(content: str, path: Path) -> tokenizers.Tokenizer:
         raise DataError(f"tokenizer={path} cannot be read by `tokenizers`: {error}. Copy it again.") from error
     fast.no_truncation()
     fast.no_padding()
-    # Special tokens that a text spells out are text.
+    # Special tokens spelt in a text stay text.
     fast.encode_special_tokens = True
     return fast
 
 
 def _frame(fast: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
-    """What the post-processor puts before a text, and after it."""
+    """Return the ids that the post-processor puts before a text and after it."""
     ids = fast.encode("a", add_special_tokens=False).ids
     framed = fast.encode("a", add_special_tokens=True).ids
     if len(framed) <= len(ids):
@@ -261,7 +261,10 @@ def _frame(fast: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
 
 
 def _fingerprint(content: dict[str, Any], begin: int | None, end: int | None) -> str:
-    """xxh3_128 of what decides ids: not the decoder, the post-processor's pairs, truncation, padding or version."""
+    """Return the xxh3_128 of everything that affects ids.
+
+    That excludes the decoder, the post-processor's pairs, truncation, padding and version.
+    """
     model = dict(content["model"])
     if model.get("merges"):
         model["merges"] = _pairs(model["merges"])
@@ -272,14 +275,14 @@ def _fingerprint(content: dict[str, Any], begin: int | None, end: int | None) ->
 
 
 def _pairs(merges: list[Any]) -> list[list[str]]:
-    """Merges as pairs: older files write one as "a b", newer ones as ["a", "b"]."""
+    """Return merges as pairs: older files write one as "a b", newer ones as ["a", "b"]."""
     if isinstance(merges[0], str):
         return [merge.split(" ", 1) for merge in merges]
     return merges
 
 
 def _without_prefix(content: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer without the space that it puts before a text."""
+    """Return the same tokenizer without the space that it puts before a text."""
     edited = dict(content)
     for part in ("normalizer", "pre_tokenizer"):
         edited[part] = _edit_steps(content.get(part))
@@ -287,7 +290,7 @@ def _without_prefix(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _edit_steps(step: Any) -> Any:
-    """A step of the pipeline without its prefix; None for a step that does nothing else."""
+    """Return a step of the pipeline without its prefix; None if the prefix is all it does."""
     if not isinstance(step, dict):
         return step
     if step.get("type") == "Prepend":
@@ -304,7 +307,7 @@ def _edit_steps(step: Any) -> Any:
 
 
 def _keeps_characters(normalizer: Any) -> bool:
-    """Whether a normalizer does nothing but spell spaces and put one in front."""
+    """Return whether a normalizer only respells spaces and adds a leading one."""
     if normalizer is None:
         return True
     kind = normalizer.get("type")
@@ -314,7 +317,7 @@ def _keeps_characters(normalizer: Any) -> bool:
 
 
 def _unspellable(content: dict[str, Any], special: frozenset[str]) -> dict[str, Any]:
-    """The same tokenizer with special tokens under names that no text holds, and without merges that make them."""
+    """Return the same tokenizer with special tokens renamed to unspellable names, and without merges into them."""
     names = {token: f"\U0010ffff{xxhash.xxh3_128_hexdigest(token.encode())}\U0010fffe" for token in special}
     model = dict(content["model"])
     if isinstance(model["vocab"], list):

@@ -1,8 +1,8 @@
-"""How much a stranger's tokenizer may make of a text, and its faults as errors of ours.
+"""Limits on the growth of a text in an untrusted tokenizer, and its failures as our errors.
 
-A normalizer that replaces each letter by a megabyte, or ten of them that each double what the one before has made, fill
-the memory with the first line of text. The library runs them within one call, so what they can come to is computed from
-the file, before anything is encoded: per step the most characters that it makes of one, and the product of all.
+A normalizer that replaces each letter by a megabyte, or ten that each double the text, would fill the memory with the
+first line of text. The library runs them within one call, so the worst case is computed from the file, before anything
+is encoded: per step the maximum number of characters made from one, and the product of all.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _PARTS = (
 
 
 def check_growth(content: dict[str, Any], path: Path) -> None:
-    """Raise DataError for a tokenizer.json that may multiply a text, or the time for one, by more than it may."""
+    """Raise DataError if a tokenizer.json may multiply a text, or the time for it, beyond the limits."""
     before = 1.0
     for part, list_name in _PARTS:
         steps = list(_steps(content.get(part), list_name))
         growth = 1.0
-        # The pre-tokenizer gets what the normalizer makes.
+        # The pre-tokenizer gets the output of the normalizer.
         if part == "pre_tokenizer":
             growth = before
         for step in steps[:_MOST_STEPS]:
@@ -57,12 +57,12 @@ def check_growth(content: dict[str, Any], path: Path) -> None:
 
 
 def check_charsmap(charsmap: bytes, path: Path) -> None:
-    """Raise DataError for the map of characters of a SentencePiece model that makes too much of one."""
+    """Raise DataError if the character map of a SentencePiece model makes too much text of one character."""
     check_lengths({"its map makes a text, in bytes,": longest_text(charsmap)}, MOST_GROWTH, path)
 
 
 def check_lengths(lengths: dict[str, int], most: int, path: Path) -> None:
-    """Raise DataError for what is longer than ``most``."""
+    """Raise DataError for anything longer than ``most``."""
     for name, length in lengths.items():
         if length > most:
             raise DataError(
@@ -73,11 +73,11 @@ def check_lengths(lengths: dict[str, int], most: int, path: Path) -> None:
 
 @contextmanager
 def library_faults(path: Path) -> Iterator[None]:
-    """Turn what the library ``tokenizers`` panics with, such as a regular expression without end, into a DataError."""
+    """Turn panics of the library ``tokenizers``, such as from an endless regular expression, into a DataError."""
     try:
         yield
     except BaseException as error:
-        # pyo3's class is none of Exception's, and none that can be imported.
+        # pyo3's class is not a subclass of Exception, and cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
         reason = str(error).splitlines()[0][:200] if str(error) else "it panics"
@@ -87,7 +87,7 @@ def library_faults(path: Path) -> Iterator[None]:
 
 
 def _steps(step: Any, list_name: str, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """The steps of a part, those of sequences within sequences too."""
+    """Yield the steps of a part, including those of nested sequences."""
     if not isinstance(step, dict) or depth > _MOST_STEPS:
         return
     inner = step.get(list_name)
@@ -99,7 +99,7 @@ def _steps(step: Any, list_name: str, depth: int = 0) -> Iterator[dict[str, Any]
 
 
 def _check_model(model: Any, path: Path) -> None:
-    """Raise DataError for a model that takes too long for a word."""
+    """Raise DataError if the model may take too long for a word."""
     if not isinstance(model, dict):
         return
     affixes = ("continuing_subword_prefix", "end_of_word_suffix")
@@ -108,7 +108,7 @@ def _check_model(model: Any, path: Path) -> None:
     if isinstance(word, int):
         check_lengths({"its max_input_chars_per_word allows a word": word}, MOST_WORD, path)
     pieces = model.get("vocab")
-    # A Unigram's are pairs of a piece and its score.
+    # A Unigram's pieces are pairs of a piece and its score.
     if isinstance(pieces, list):
         longest = max((len(piece[0]) for piece in pieces if isinstance(piece, list) and _is_text(piece)), default=0)
         check_lengths({"it has a piece": longest}, MOST_PIECE, path)
@@ -119,10 +119,10 @@ def _is_text(piece: list[Any]) -> bool:
 
 
 def _normalizer_growth(step: dict[str, Any]) -> float:
-    """Return the most characters that a step makes of one.
+    """Return the maximum number of characters that a step makes from one.
 
-    Those of Unicode's forms count as 1: of a text they make at most 18 times as much, and no number of them makes more
-    of that. What another step puts in between counts as what they make of it (``_made``).
+    Steps of Unicode's normal forms count as 1: they make at most 18 times as much of a text, and repeating them makes
+    no more. Text inserted by another step counts with their expansion of it (``_made``).
     """
     kind = step.get("type")
     if kind == "Replace":
@@ -136,7 +136,7 @@ def _normalizer_growth(step: dict[str, Any]) -> float:
 
 
 def _pre_tokenizer_growth(step: dict[str, Any]) -> float:
-    """Return the most characters that a step makes of one; those that only cut make none."""
+    """Return the maximum number of characters that a step makes from one; steps that only cut add none."""
     if step.get("type") == "ByteLevel":
         return 4.0 + (step.get("add_prefix_space") is not False)
     # Before each part, and a part may be one character.
@@ -144,16 +144,16 @@ def _pre_tokenizer_growth(step: dict[str, Any]) -> float:
 
 
 def _decoder_growth(step: dict[str, Any]) -> float:
-    """Return the most characters that a step makes of one."""
+    """Return the maximum number of characters that a step makes from one."""
     if step.get("type") in ("Replace", "Prepend"):
         return _normalizer_growth(step)
-    # What is empty stands before every character. A space for each token is no multiple.
+    # An empty string matches before every character. One space per token is not a multiple.
     empty = {"BPEDecoder": step.get("suffix"), "CTC": step.get("word_delimiter_token")}.get(str(step.get("type")))
     return 2.0 if empty == "" else 1.0
 
 
 def _post_processor_growth(step: dict[str, Any]) -> float:
-    """Return how many ids stand around one, and instead of it."""
+    """Return the number of ids around and in place of one id."""
     template, special = step.get("single"), step.get("special_tokens")
     if not isinstance(template, list) or not isinstance(special, dict):
         return 1.0
@@ -175,24 +175,24 @@ _GROWTHS = {
 
 
 def _replaced(step: dict[str, Any]) -> float:
-    """Return the most characters that a Replace makes of one."""
+    """Return the maximum number of characters that a Replace makes from one."""
     pattern, least = step.get("pattern"), 0
     if isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
         least = len(pattern["String"])
     elif isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
         least = shortest_match(pattern["Regex"])
     made = _made(str(step.get("content", "")))
-    # An empty match stands before every character, which stays.
+    # An empty match occurs before every character, which stays.
     return max(1.0, made / least) if least else 1.0 + made
 
 
 def _made(text: str) -> int:
-    """Return the characters of a text, also in Unicode's longest form: a letter may become a sentence of 18."""
+    """Return the number of characters in a text, or in its longest Unicode form: a letter may expand to 18."""
     return max(len(text), len(unicodedata.normalize("NFKD", text.lower())))
 
 
 def _longest(charsmap: Any) -> int:
-    """Return the length of the longest text that a map of characters in base64 has for one."""
+    """Return the length of the longest replacement text in a base64 character map."""
     try:
         return longest_text(base64.b64decode(str(charsmap or "")))
     except (binascii.Error, ValueError):
@@ -200,14 +200,14 @@ def _longest(charsmap: Any) -> int:
 
 
 def longest_text(charsmap: bytes) -> int:
-    """Return the length of the longest text that a map of characters has for one, in bytes or as ``_made``.
+    """Return the length of the longest replacement text in a character map, in bytes or as in ``_made``.
 
-    The texts each end in a zero, behind a table whose length stands in the first four bytes.
+    The texts are zero-terminated, after a table with its length in the first four bytes.
     """
     begin = 4 + int.from_bytes(charsmap[:4], "little")
     texts = charsmap[begin:].split(b"\0")
     longest = max(map(len, texts))
-    # What makes too much already need not be looked at.
+    # A text that is too long already need not be examined.
     if longest > MOST_GROWTH:
         return longest
     return max(longest, max(_made(text.decode("utf-8", "replace")) for text in texts))

@@ -1,4 +1,4 @@
-"""Texts that tokenizers have differed on."""
+"""Texts that different tokenizers have encoded differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``load_tokenizer``: the tokenizer of whatever path a user names."""
+"""``load_tokenizer``: the tokenizer at any path that a user names."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ _FORMS = (
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer at ``path``: a SentencePiece model, a tokenizer.json, or a folder that holds one.
+    """Return the tokenizer at ``path``: a SentencePiece model, a tokenizer.json, or a folder that holds one.
 
     The folder may be Hugging Face's, a checkpoint, a run (its newest checkpoint) or a shard folder. Begin and end ids
-    come from the files beside the tokenizer. ``DataError`` if there is none, or if it is damaged.
+    come from the files next to the tokenizer. Raise ``DataError`` if there is none, or if it is damaged.
     """
     path = Path(path)
     if path.is_dir():
         return _load_folder(path)
     content = _read(path)
     companions: dict[str, bytes] = {}
-    # Of a model's own folder the settings hold; a file of another name stands for itself.
+    # The settings of a model's own folder apply; a file with another name is used alone.
     if path.name in (MODEL_FILE, JSON_FILE):
         companions = _companions(path.parent, [name for name in CARRIED_FILES if name not in (MODEL_FILE, JSON_FILE)])
     if content.lstrip()[:1] == b"{":
@@ -73,12 +73,12 @@ def is_carried(name: str) -> bool:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer that ``load_tokenizer`` reads."""
+    """Return whether a folder holds a tokenizer that ``load_tokenizer`` reads."""
     return any((folder / name).is_file() for name in (MODEL_FILE, JSON_FILE))
 
 
 def fingerprints(folder: str | Path) -> dict[str, str]:
-    """The fingerprint of each tokenizer in a folder, by file: a model may come as tokenizer.json and .model at once."""
+    """Return the fingerprint of each tokenizer in a folder, by file: a model may have tokenizer.json and .model."""
     folder = Path(folder)
     found = {load_tokenizer(folder).fingerprint: str(folder)}
     for name in (MODEL_FILE, JSON_FILE):
@@ -88,14 +88,14 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
 
 
 def generation_settings(folder: Path) -> bytes | None:
-    """A folder's generation_config.json, if it has one; DataError for a link that leads out of it."""
+    """Return a folder's generation_config.json, if it has one; raise DataError for a link that leads out of it."""
     if (folder / GENERATION_CONFIG).is_symlink():
         check_link(folder, GENERATION_CONFIG)
     return _bytes_or_none(folder / GENERATION_CONFIG)
 
 
 def same_files(folder: Path, other: Path) -> bool:
-    """Whether two folders hold the same bytes of all that decides ids: then nothing need be loaded to compare them."""
+    """Return whether two folders have equal files for all that affects ids, so that comparing them needs no loading."""
     names = (MODEL_FILE, JSON_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
     return all(_bytes_or_none(folder / name) == _bytes_or_none(other / name) for name in names)
 
@@ -107,7 +107,7 @@ def _bytes_or_none(path: Path) -> bytes | None:
 
 
 def _load_folder(folder: Path) -> Tokenizer:
-    """The tokenizer in a folder; a run's newest checkpoint's."""
+    """Return the tokenizer in a folder; for a run, that of its newest checkpoint."""
     if not has_tokenizer(folder) and (folder / CHECKPOINTS).is_dir():
         checkpoints = list_checkpoints(folder)
         if not checkpoints:
@@ -123,7 +123,7 @@ def _load_folder(folder: Path) -> Tokenizer:
 
 
 def load_files(files: Mapping[str, bytes], folder: Path) -> Tokenizer:
-    """The tokenizer of these files, of which one is a tokenizer; messages name ``folder`` as theirs."""
+    """Return the tokenizer of these files; messages use ``folder`` as their location."""
     files = dict(files)
     if MODEL_FILE in files and JSON_FILE in files:
         model = _load_own_model(files, folder)
@@ -135,14 +135,14 @@ def load_files(files: Mapping[str, bytes], folder: Path) -> Tokenizer:
 
 
 def _load_own_model(files: Mapping[str, bytes], folder: Path) -> Tokenizer | None:
-    """A model of ours, of which its tokenizer.json is an export. Else None: the tokenizer.json holds."""
+    """Return a model of ours if the tokenizer.json is an export of it. Otherwise None: the tokenizer.json applies."""
     from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
     companions = {name: content for name, content in files.items() if name != MODEL_FILE}
     try:
         tokenizer = SentencePieceTokenizer(files[MODEL_FILE], path=folder, companions=companions)
     except DataError:
-        # A tokenizer.model beside a tokenizer.json may be of another library (Llama 3 has tiktoken's).
+        # A tokenizer.model next to a tokenizer.json may be of another library (Llama 3 has tiktoken's).
         return None
     if tokenizer.is_own:
         return tokenizer
@@ -150,14 +150,14 @@ def _load_own_model(files: Mapping[str, bytes], folder: Path) -> Tokenizer | Non
 
 
 def _load_json(content: bytes, path: Path, companions: Mapping[str, bytes]) -> Tokenizer:
-    """A tokenizer.json."""
+    """Return the tokenizer of a tokenizer.json."""
     from longctx.tokenizer.fast import FastTokenizer
 
     return FastTokenizer(content, path=path, companions=companions)
 
 
 def _load_model(content: bytes, path: Path, companions: Mapping[str, bytes]) -> Tokenizer:
-    """A SentencePiece model; DataError for what it could be taken for."""
+    """Return the tokenizer of a SentencePiece model; raise DataError for files that are mistaken for one."""
     from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
     if _is_tiktoken(content):
@@ -171,13 +171,13 @@ def _load_model(content: bytes, path: Path, companions: Mapping[str, bytes]) -> 
 
 
 def _is_tiktoken(content: bytes) -> bool:
-    """Whether a file begins as tiktoken's do: a token in base64, a space, its rank."""
+    """Return whether a file begins like tiktoken's: a token in base64, a space, its rank."""
     parts = content[:400].split(b"\n")[0].split(b" ")
     return len(parts) == 2 and parts[1].strip().isdigit()
 
 
 def _check_added_tokens(tokenizer: Tokenizer, companions: Mapping[str, bytes], path: Path) -> None:
-    """DataError for added tokens that text would become and the model file alone does not know."""
+    """Raise DataError for added tokens that text could become but that are missing from the model file."""
     added = read_object(companions, TOKENIZER_CONFIG, path).get("added_tokens_decoder", {})
     beyond = [entry for number, entry in added.items() if int(number) >= tokenizer.vocab_size]
     plain = [entry["content"] for entry in beyond if not entry.get("special")]
@@ -189,19 +189,20 @@ def _check_added_tokens(tokenizer: Tokenizer, companions: Mapping[str, bytes], p
 
 
 def _companions(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """These files of a folder, and the settings that name begin and end ids; DataError for links out of the folder.
+    """Return these files of a folder, and the settings that name begin and end ids.
 
-    They are copied into shards and checkpoints, and a folder may come from a stranger.
+    Raise DataError for links out of the folder: files are copied into shards and checkpoints, and a folder may be
+    untrusted.
     """
     files: dict[str, bytes] = {}
     for name in (*names, MODEL_CONFIG):
         path = folder / name
-        # A link that leads nowhere is no file; left out, it could change begin and end.
+        # A dangling link is not a file; skipping it could change begin and end.
         if path.is_symlink():
             check_link(folder, name)
         if path.is_file():
             files[name] = _read(path)
-    # A checkpoint has no config.json; what that of its import named stands in its manifest.
+    # A checkpoint has no config.json; the ids of its import's are in its manifest.
     if MODEL_CONFIG not in files and (folder / MANIFEST).is_file():
         ids = _imported_ids(folder)
         if ids:
@@ -210,8 +211,8 @@ def _companions(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def _imported_ids(folder: Path) -> dict[str, Any]:
-    """The ids that the config.json of an imported checkpoint named; empty for any other manifest."""
-    # A damaged manifest is the error of whoever reads the checkpoint: this is about its tokenizer alone.
+    """Return the ids in the config.json of an imported checkpoint; empty for any other manifest."""
+    # A damaged manifest is reported when the checkpoint is read: this only needs its tokenizer.
     with contextlib.suppress(ValueError, OSError, LookupError, TypeError):
         ids = read_manifest_json(folder)["training"]["imported"]["token_ids"]
         if isinstance(ids, dict):
@@ -235,7 +236,7 @@ def _read(path: Path) -> bytes:
 
 
 def _why_none(folder: Path) -> str:
-    """Why a folder has no tokenizer that we read, and what to do."""
+    """Return why a folder has no tokenizer that we read, with advice."""
     if (folder / "tekken.json").is_file():
         return "it has a tekken.json, which the model's Hugging Face version has as tokenizer.json. Use that."
     for name in ("vocab.json", "vocab.txt"):

@@ -1,8 +1,8 @@
-"""Regular expressions of a stranger's tokenizer.json: how little they match, and how long they take.
+"""Regular expressions of an untrusted tokenizer.json: their shortest match, and their running time.
 
-The library looks for a match by trying, and takes back one choice after the other where it finds none. ``(a+)+$`` tries
-2ⁿ ways for a run of n letters: the library panics after ten million, in a tenth of a second. Three stars in a row take
-n³ and never panic. So those that take more than the square are found by trying them once, when they are loaded.
+The library matches by backtracking. ``(a+)+$`` tries 2ⁿ ways for a run of n letters: the library panics after ten
+million, in a tenth of a second. Three stars in a row take n³ steps and never panic. So patterns with more than
+quadratic time are found by running them once, when they are loaded.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _TAIL = "\x01"
 
 
 def shortest_match(pattern: str) -> int:
-    """Return the least number of characters that a pattern matches; 0 if nobody knows."""
+    """Return the minimum number of characters that a pattern matches; 0 if unknown."""
     try:
         with warnings.catch_warnings(action="ignore"):
             parsed = re._parser.parse(pattern)  # type: ignore[attr-defined]
         return parsed.getwidth()[0]
-    # Python's own language is not the library's: it may not know the pattern.
+    # Python's dialect differs from the library's: it may not support the pattern.
     except (re.error, RecursionError, OverflowError, ValueError):
         return 0
 
 
 def check_patterns(fast: tokenizers.Tokenizer, content: dict[str, Any], path: Path) -> None:
-    """Raise DataError for regular expressions that take more than the square of a run's length."""
+    """Raise DataError for regular expressions with more than quadratic time in the length of a run."""
     normalizer: Any = fast.normalizer
     pre_tokenizer: Any = fast.pre_tokenizer
     decoder: Any = fast.decoder
@@ -60,7 +60,7 @@ def _try(action: Callable[[str], object], unit: str, part: str, path: Path) -> N
     """Raise DataError if runs of a text take too long."""
     for length in _RUN_CHARACTERS:
         text = (unit * length)[:length] + _TAIL
-        # Of this thread alone: others may have the processor.
+        # Time of this thread only: others may use the processor.
         begin = time.thread_time()
         action(text)
         seconds = time.thread_time() - begin
@@ -72,7 +72,7 @@ def _try(action: Callable[[str], object], unit: str, part: str, path: Path) -> N
 
 
 def _units(patterns: list[str]) -> list[str]:
-    """Return what runs are made of: a few classes of characters, and letters that the patterns name."""
+    """Return the texts to repeat: a few classes of characters, and letters that occur in the patterns."""
     letters = list(dict.fromkeys(c for pattern in patterns for c in pattern if c.isalnum()))[:_MOST_LETTERS]
     return list(dict.fromkeys([" ", "\n", "a", "1", "".join(letters) or "a", *letters]))
 

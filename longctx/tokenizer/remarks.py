@@ -1,8 +1,8 @@
-"""Sentences about a tokenizer that a user should read once: at a build, an import and an export.
+"""Remarks about a tokenizer that a user should read once: at a build, an import and an export.
 
-A text's frame is said in two places: ``tokenizer_config.json`` (``add_bos_token``, ``add_eos_token``) and the
-post-processor of ``tokenizer.json``. transformers 5.24 takes the post-processor and ignores the settings wherever there
-is a ``tokenizer.json``; so do we (``special``). Where the two disagree, the user may have meant the other one.
+A text's frame is defined in two places: ``tokenizer_config.json`` (``add_bos_token``, ``add_eos_token``) and the
+post-processor of ``tokenizer.json``. transformers 5.24 uses the post-processor and ignores the settings if there is a
+``tokenizer.json``; so do we (``special``). If the two disagree, the user may have meant the other one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAMED = 6
 
 
 def frame_remarks(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a sentence for each disagreement about begin and end: both opinions, and the one that is taken."""
+    """Yield a sentence for each disagreement about begin and end: both values, and the one that is used."""
     if tokenizer.special.frame.file == JSON_FILE:
         yield from _begin_of_json(tokenizer)
         yield from _end_of_json(tokenizer)
@@ -28,7 +28,7 @@ def frame_remarks(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def rows_remark(tokenizer: Tokenizer, rows: int) -> str | None:
-    """Return what a model of so many embedding rows cannot read of its tokenizer's ids; None if it has them all."""
+    """Return a remark about ids without an embedding row in a model of ``rows`` rows; None if it has them all."""
     if tokenizer.vocab_size <= rows:
         return None
     beyond = np.arange(rows, tokenizer.vocab_size)
@@ -69,7 +69,10 @@ def _end_of_json(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _begin_of_model(tokenizer: Tokenizer) -> Iterator[str]:
-    """Of a SentencePiece model in a folder of Hugging Face: transformers begins no text unless it is told to."""
+    """Yield a remark if transformers would not put the model's begin token before a text unless configured.
+
+    This applies to a SentencePiece model in a Hugging Face folder.
+    """
     frame = tokenizer.special.frame
     if frame.is_only_form and frame.adds_bos is None and frame.adds_eos is None and frame.before is not None:
         yield (

@@ -1,7 +1,7 @@
-"""``encode_rendered``: the ids of a conversation that a chat template has rendered, with the characters of each.
+"""``encode_rendered``: the ids of a conversation rendered by a chat template, with the characters of each.
 
-Everywhere else a text is text. Here the control tokens that the template wrote become their ids; what stands between
-them is encoded as text.
+In all other functions text stays text. Here the control tokens written by the template become their ids, and the text
+between them is encoded as text.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def encode_rendered(
 ) -> Located:
     """Return the ids of a rendered conversation, without begin and end.
 
-    In the spans of ``plain``, ascending, control tokens are text. The ids are those of transformers'
-    ``tokenizer(text, add_special_tokens=False)`` if there are no such spans. If it is no conversation's beginning, a
-    control token stands right before it.
+    In the spans of ``plain``, ascending, control tokens are text. Without such spans, the ids equal those of
+    transformers' ``tokenizer(text, add_special_tokens=False)``. If ``is_beginning`` is false, a control token precedes
+    the text.
     """
     parts: list[Located] = []
     at = 0

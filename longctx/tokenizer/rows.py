@@ -1,6 +1,6 @@
-"""Ids that a tokenizer has and its model has no embedding row for: Gemma 3's image token, a ``[PAD]`` that was added.
+"""Ids of a tokenizer without an embedding row in its model: Gemma 3's image token, an added ``[PAD]``.
 
-Usual text becomes none of them, so such a tokenizer serves; refused is a text that has one, by the token's name.
+Ordinary text does not contain them, so such a tokenizer is usable; a text with one is refused, naming the token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from longctx.tokenizer.special import SpecialIds
 
 
 class ModelTokenizer(Protocol):
-    """What is asked of a ``Tokenizer`` here."""
+    """Part of ``Tokenizer`` used here."""
 
     vocab_size: int
     special: SpecialIds
@@ -24,7 +24,10 @@ class ModelTokenizer(Protocol):
 
 
 def check_rows(tokenizer: ModelTokenizer, ids: np.ndarray, where: str) -> np.ndarray:
-    """Return the ids; DataError if the model of ``tokenizer.for_model`` has no row for one, which ``where`` holds."""
+    """Return the ids; raise DataError if one has no row in the model of ``tokenizer.for_model``.
+
+    ``where`` names the text that holds it.
+    """
     if tokenizer.rows is None:
         return ids
     beyond = ids[ids >= tokenizer.rows]
@@ -34,10 +37,10 @@ def check_rows(tokenizer: ModelTokenizer, ids: np.ndarray, where: str) -> np.nda
 
 
 def without_row(tokenizer: ModelTokenizer, token: int, rows: int) -> str:
-    """Name a token that a model of so many rows does not have, and say what to do."""
+    """Return a message about a token that a model with ``rows`` rows does not have, with advice."""
     size = max(tokenizer.vocab_size, token + 1)
     begins = "Leave it out of the text. Or give"
-    # What frames every document cannot be left out.
+    # A token that frames every document cannot be left out.
     if token in (tokenizer.special.begin, tokenizer.special.end):
         begins = "Give"
     return (

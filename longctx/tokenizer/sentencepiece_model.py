@@ -1,7 +1,7 @@
-"""SentencePiece models, encoded by the library itself; and the rule of the models that we train.
+"""SentencePiece models, encoded by the library itself, with a special rule for models that we train.
 
-SentencePiece reads its own space mark U+2581 in a text as a space. Models of ``longctx tokenizer train`` spell it in
-its three bytes instead, so that every text comes back. Other models follow the library, as transformers does.
+SentencePiece reads its own space mark U+2581 in a text as a space. Models of ``longctx tokenizer train`` encode it as
+its three bytes instead, so that every text is restored exactly. Other models follow the library, as in transformers.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _TYPES = {1: "Unigram", 2: "BPE", 3: "words", 4: "characters"}
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model of any type; the library encodes with all cores."""
+    """SentencePiece model of any type; the library encodes with all cores."""
 
     def __init__(self, model: bytes, *, path: Path, companions: Mapping[str, bytes] | None = None) -> None:
-        """``companions`` are the other files of a Hugging Face folder, which may name begin and end ids."""
+        """Load the model. ``companions`` are other files of a Hugging Face folder that may name begin and end ids."""
         processor = _parse(model, path)
         self.processor = processor
         self._proto = _ModelProto.FromString(model)
@@ -64,11 +64,11 @@ class SentencePieceTokenizer(Tokenizer):
         self.kind = f"SentencePiece {self.model_type}"
         files = dict(companions or {})
         own = {"bos": processor.bos_id(), "end": processor.eos_id(), "padding": processor.pad_id()}
-        # SentencePiece says −1 of an id that the model does not have.
+        # SentencePiece returns −1 for an id that the model does not have.
         ids = {role: None if token < 0 else token for role, token in own.items()}
         special = special_ids(files, self._id_of, path=path, file=MODEL_FILE, begin=ids["bos"], **ids)
         fingerprint = xxhash.xxh3_128_hexdigest(model)
-        # Of a model that frames documents as its own file says, the fingerprint is the file's hash: shards have it so.
+        # If a model frames documents as in its own file, the fingerprint is the file's hash, as stored in shards.
         if (special.begin, special.end) != (ids["bos"], ids["end"]):
             fingerprint = xxhash.xxh3_128_hexdigest(f"{fingerprint} {special.begin} {special.end}".encode())
         super().__init__(
@@ -82,7 +82,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def is_own(self) -> bool:
-        """Whether ``longctx tokenizer train`` made the model: by its control ids, and because it gives all back."""
+        """True if ``longctx tokenizer train`` made the model: it has our control ids, and restores every text."""
         names = {self.processor.id_to_piece(i) for i in range(self.vocab_size) if self.processor.is_control(i)}
         gives_all = self.has_byte_fallback and not self.is_normalised and not self.normalizer.add_dummy_prefix
         is_plain = not self.user_defined and not self.trainer.treat_whitespace_as_suffix
@@ -90,23 +90,23 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def spelling(self) -> Spelling | None:
-        """What the ids of a model of ours spell: it puts nothing before a text and changes nothing in it."""
+        """Bytes of the ids for a model of ours, which puts nothing before a text and changes nothing in it."""
         if not self.is_own:
             return None
         return Spelling(_spelt(self.processor))
 
     @cached_property
     def has_byte_fallback(self) -> bool:
-        """Whether a character without a piece becomes its bytes."""
+        """True if a character without a piece becomes its bytes."""
         return self.processor.is_byte(self.processor.piece_to_id("<0x00>"))
 
     @cached_property
     def user_defined(self) -> list[int]:
-        """Pieces that text becomes wherever it spells them (``user_defined_symbols``)."""
+        """Pieces that text becomes whenever it spells them (``user_defined_symbols``)."""
         return [i for i, piece in enumerate(self._proto.pieces) if piece.type == _USER_DEFINED]
 
     def cut(self, text: str, chunk_characters: int | None = None) -> Iterator[Chunk]:
-        """Yield ``text`` in chunks: by lines for a model of ours, else where no piece can span (``chunks``)."""
+        """Yield ``text`` in chunks: by lines for our models, otherwise at points that no piece spans (``chunks``)."""
         check_characters(text)
         if self.is_own:
             yield from newline_chunks(text, chunk_characters or OWN_CHUNK_CHARACTERS)
@@ -114,27 +114,27 @@ class SentencePieceTokenizer(Tokenizer):
             yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
-        """The ids of each chunk, int32; a later chunk gets no space in front."""
+        """Return the ids of each chunk, int32; a later chunk gets no leading space."""
         if self.is_own:
             return _encode_own(self, [chunk.text for chunk in chunks])
         return encode_by_place(chunks, self._encode_texts)
 
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
-        """The text of each chunk's ids."""
+        """Return the text of each chunk's ids."""
         if self.is_own:
             return self._decode_texts([part.tolist() for part in ids])
         return decode_by_place(ids, chunks, self.processor.encode(_ANCHOR), self._decode_texts)
 
     @cached_property
     def controls(self) -> ControlFinder:
-        """What finds the control pieces of a model of ours; DataError for one of others."""
+        """Finder of the control pieces of a model of ours; raises DataError for other models."""
         if not self.is_own:
             return super().controls
         control = np.flatnonzero(self.is_control).tolist()
         return ControlFinder({self.piece(token): AddedToken(token) for token in control})
 
     def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
-        """Return the ids of each chunk, and the characters of it that each stands for; for a model of ours."""
+        """Return the ids of each chunk of a model of ours, with the character span of each."""
         assert self.spelling is not None
         located: list[Located] = []
         for chunk, ids in zip(chunks, self.encode_chunks(chunks), strict=True):
@@ -142,7 +142,7 @@ class SentencePieceTokenizer(Tokenizer):
         return located
 
     def piece(self, token: int) -> str:
-        """How the model file spells one id, for display."""
+        """Return the spelling of one id in the model file, for display."""
         return self.processor.id_to_piece(int(token))
 
     def _decode_text(self, ids: list[int]) -> str:
@@ -150,7 +150,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _id_of(self, token: str) -> int | None:
         found = self.processor.piece_to_id(token)
-        # The library answers with the unknown id for what it does not have.
+        # The library returns the unknown id for a missing piece.
         if self.processor.id_to_piece(found) != token:
             return None
         return found
@@ -160,7 +160,7 @@ class SentencePieceTokenizer(Tokenizer):
         if not is_first:
             processor = self._later
             if self.is_normalised:
-                # The cut is before a space, which this processor puts there itself.
+                # The cut is before a space, which this processor adds itself.
                 texts = [text.removeprefix(" ") for text in texts]
         return processor.encode(texts, return_type="numpy", num_threads=_num_threads(texts, self.threads))
 
@@ -169,12 +169,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def is_normalised(self) -> bool:
-        """Whether the model changes more of a text than its spaces' spelling."""
+        """True if the model changes more of a text than the spelling of its spaces."""
         return bool(self.normalizer.precompiled_charsmap) or self.normalizer.remove_extra_whitespaces
 
     @cached_property
     def _later(self) -> spm.SentencePieceProcessor:
-        """The model as a chunk needs it that does not begin its document."""
+        """Model for a chunk that does not begin its document."""
         proto = _ModelProto()
         proto.CopyFrom(self._proto)
         proto.normalizer_spec.add_dummy_prefix = self.is_normalised
@@ -182,7 +182,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _is_certain(self) -> IsCertain:
-        # A model that writes spaces in a way of its own has no point that is certain.
+        # A model with its own way of writing spaces has no certain point.
         if self.trainer.treat_whitespace_as_suffix or not self.normalizer.escape_whitespaces:
             return never
         if self.model_type == "words":
@@ -196,7 +196,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _check_growth(proto: Any, path: Path) -> None:
-    """Raise DataError for a model that may make far more of a text than it is, or takes too long for it."""
+    """Raise DataError if a model may enlarge a text too much, or take too long for it."""
     for spec in (proto.normalizer_spec, proto.denormalizer_spec):
         check_charsmap(spec.precompiled_charsmap, path)
     check_lengths({"its unk_surface is": len(proto.trainer_spec.unk_surface)}, MOST_GROWTH, path)
@@ -204,7 +204,7 @@ def _check_growth(proto: Any, path: Path) -> None:
 
 
 def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The ids of chunks in which the space mark becomes its three bytes, which decode to itself."""
+    """Return the ids of chunks with the space mark as its three bytes, which decode to itself."""
     mark = [tokenizer.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
     pieces: list[str] = []
     # For each text the numbers of its pieces, and None for a mark.
@@ -214,7 +214,7 @@ def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.
         for number, part in enumerate(text.split(SPACE_MARK)):
             if number:
                 row.append(None)
-            # Cut where it changes no id: the library takes twice as long for a text that no cache holds.
+            # Cut at points that change no id: the library takes twice as long for a text larger than the cache.
             for piece in certain_chunks(part, _QUICK_CHARACTERS, tokenizer._is_certain):
                 row.append(len(pieces))
                 pieces.append(piece.text)
@@ -237,9 +237,9 @@ def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.
 
 
 def _spell_spaces(ids: np.ndarray, mark: list[int], space: int) -> np.ndarray:
-    """The ids of a text without U+2581, with the byte of a space where the bytes of U+2581 stand.
+    """Return the ids of a text without U+2581, with the bytes of U+2581 replaced by the byte of a space.
 
-    A word that a word model does not know becomes bytes, and with it the mark that the library writes for its space.
+    A word that a word model does not know becomes bytes, including the mark that the library writes for its space.
     """
     first, second, third = mark
     at = np.flatnonzero((ids[:-2] == first) & (ids[1:-1] == second) & (ids[2:] == third))
@@ -249,14 +249,14 @@ def _spell_spaces(ids: np.ndarray, mark: list[int], space: int) -> np.ndarray:
 
 
 def _num_threads(texts: Sequence[Any], threads: int) -> int:
-    """Threads for so many texts: starting them takes longer than a single text."""
+    """Return the number of threads to use: starting them takes longer than a single text."""
     if len(texts) > 1:
         return threads
     return 1
 
 
 def _spelt(model: spm.SentencePieceProcessor) -> list[bytes | None]:
-    """What each id of a model with byte fallback adds to a text; None for ids that no text becomes."""
+    """Return the bytes of each id of a model with byte fallback; None for ids that no text becomes."""
     spelt: list[bytes | None] = []
     for token, piece in enumerate(model.id_to_piece(list(range(model.vocab_size())))):
         if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
@@ -270,12 +270,12 @@ def _spelt(model: spm.SentencePieceProcessor) -> list[bytes | None]:
 
 
 def _is_before_space(text: str, at: int) -> bool:
-    """A word begins with its space: what stands before it is a word of its own."""
+    """Return whether a word begins here: it begins with its space, and the text before it is another word."""
     return text[at] == " "
 
 
 def _parse(model: bytes, path: Path) -> spm.SentencePieceProcessor:
-    """The processor of a model file; ``DataError`` if it is damaged."""
+    """Return the processor of a model file; raise ``DataError`` if it is damaged."""
     damaged = f"tokenizer={path} is not a SentencePiece model, or it is damaged. Copy it again or train it again."
     processor = spm.SentencePieceProcessor()
     try:

@@ -1,4 +1,4 @@
-"""The ids of a pair's two sides: what an encoder reads, and what is written of it begins with."""
+"""Ids for the two sides of a pair: the source of an encoder, and the beginning of the target."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from longctx.tokenizer.rows import check_rows
 
 
 def source_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a whole document, as an encoder reads it."""
+    """Return the ids of a full document, as an encoder reads it."""
     ids = np.concatenate([tokenizer.begins_with, tokenizer.encode(text), tokenizer.ends_with])
     return check_rows(tokenizer, ids, "the text").tolist()
 
 
 def start_of_targets(tokenizer: Tokenizer) -> int:
-    """The id from which a target's first token is predicted: what the model's files name (T5: its padding).
+    """Return the id that starts a target: the one in the model's files (T5: its padding).
 
-    If they name none it is the tokenizer's begin, or without one its end.
-
-    DataError for a tokenizer that ends no text.
+    If they name none, it is the tokenizer's begin id, or without one its end id. Raise DataError for a tokenizer
+    without an end id.
     """
     if not len(tokenizer.ends_with):
         raise DataError(

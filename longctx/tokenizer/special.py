@@ -1,11 +1,11 @@
-"""The ids that frame a document, from the files that a model came with.
+"""Ids that frame a document, from the files of a model.
 
-A document begins with what the tokenizer itself puts before a text (as transformers' ``tokenizer(text)`` does), so that
-training, ``generate`` and an exported model begin alike. It ends with the model's end token.
+A document begins with the id that the tokenizer itself puts before a text (as transformers' ``tokenizer(text)`` does),
+so that training, ``generate`` and an exported model begin alike. It ends with the model's end token.
 
-Of a ``tokenizer.json`` the post-processor decides, whatever ``add_bos_token`` says: transformers 5.24 drops the setting
-where there is such a file. One class of it drops the post-processor too. Of a SentencePiece model the setting decides.
-``remarks`` names disagreements.
+For a ``tokenizer.json`` the post-processor decides, independent of ``add_bos_token``: transformers 5.24 ignores the
+setting if there is such a file. One tokenizer class ignores the post-processor too. For a SentencePiece model the
+setting decides. ``remarks`` reports disagreements.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IdOf = Callable[[str], int | None]
 
 
 class FimIds(NamedTuple):
-    """The ids that stand before the three parts of a document whose middle is to be filled in."""
+    """Ids before the three parts of a document for fill-in-the-middle."""
 
     prefix: int
     suffix: int
@@ -63,7 +63,7 @@ _MASK_SPELLINGS = (MASK_TOKEN, "<mask>")
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """What each file says of the ids around a text."""
+    """Settings of each file for the ids around a text."""
 
     file: str = ""
     """The tokenizer's own file."""
@@ -82,7 +82,7 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialIds:
-    """Ids that stand for no text."""
+    """Ids that do not represent text."""
 
     bos: int | None
     """What the files name as the begin token, whether or not documents begin with it."""
@@ -119,9 +119,9 @@ def special_ids(
     end: int | None = None,
     padding: int | None = None,
 ) -> SpecialIds:
-    """The ids by a folder's ``files``; ``bos`` … ``padding`` are what the model's own file says, where those do not.
+    """Return the ids from a folder's ``files``; ``bos`` … ``padding``, from the model's own file, are the defaults.
 
-    ``file`` is the model's own; ``begin`` is what it puts before a text when no setting asks for it or against it.
+    ``file`` is the model's own; ``begin`` is the id that it puts before a text if no setting says otherwise.
     """
     frame = _frame(files, file, begin, end, path)
     own = {"bos": bos, "eos": end, "pad": padding}
@@ -130,7 +130,7 @@ def special_ids(
         if named is not None:
             own[role] = named
     own_begin = begin
-    # transformers builds the frame of a SentencePiece model anew as soon as one of the two settings is there.
+    # transformers rebuilds the frame of a SentencePiece model as soon as one of the two settings is present.
     if JSON_FILE not in files and (frame.adds_bos is not None or frame.adds_eos is not None):
         own_begin = None
         if frame.adds_bos:
@@ -155,7 +155,7 @@ def special_ids(
 
 
 def _frame(files: Mapping[str, bytes], file: str, begin: int | None, end: int | None, path: Path) -> Frame:
-    """Return what the model's own file and the settings say of begin and end."""
+    """Return the settings for begin and end in the model's own file and in tokenizer_config.json."""
     settings = read_object(files, TOKENIZER_CONFIG, path)
     adds = {role: bool(settings[key]) for role in ("bos", "eos") if (key := f"add_{role}_token") in settings}
     return Frame(
@@ -177,7 +177,7 @@ def _unframed_class(settings: Mapping[str, Any]) -> str:
 
 
 def _fim_ids(id_of: IdOf) -> FimIds | None:
-    """The ids of the first spelling of which there are all three."""
+    """Return the ids of the first spelling for which all three exist."""
     for spelling in _FIM_SPELLINGS:
         found = [token for token in map(id_of, spelling) if token is not None]
         if len(found) == len(spelling):
@@ -186,7 +186,7 @@ def _fim_ids(id_of: IdOf) -> FimIds | None:
 
 
 def _mask_id(files: Mapping[str, bytes], id_of: IdOf, path: Path) -> int | None:
-    """The id that the files name, else the one of a usual spelling."""
+    """Return the mask id in the files, else the one with a common spelling."""
     named = _named_id("mask", files, id_of, path)
     if named is not None:
         return named
@@ -194,7 +194,7 @@ def _mask_id(files: Mapping[str, bytes], id_of: IdOf, path: Path) -> int | None:
 
 
 def _sentinel_ids(id_of: IdOf) -> tuple[int, ...]:
-    """The ids of all sentinels that there are, from the first on."""
+    """Return the ids of all sentinels, from the first on."""
     found = []
     while (token := id_of(SENTINEL.format(len(found)))) is not None:
         found.append(token)
@@ -202,7 +202,7 @@ def _sentinel_ids(id_of: IdOf) -> tuple[int, ...]:
 
 
 def with_generation_config(files: Mapping[str, bytes], path: Path) -> dict[str, bytes]:
-    """The files to carry: without config.json, whose ids go into a generation_config.json where there is none."""
+    """Return the files to carry, without config.json; its ids go into generation_config.json if there is none."""
     carried = {name: content for name, content in files.items() if name != MODEL_CONFIG}
     if MODEL_CONFIG in files and GENERATION_CONFIG not in files:
         config = read_object(files, MODEL_CONFIG, path)
@@ -215,7 +215,7 @@ def with_generation_config(files: Mapping[str, bytes], path: Path) -> dict[str, 
 
 
 def read_object(files: Mapping[str, bytes], name: str, path: Path) -> dict[str, Any]:
-    """The JSON object in one of the files, empty where there is no such file; DataError where it is something else."""
+    """Return the JSON object in one of the files, empty if it is missing; raise DataError if it is not an object."""
     if name not in files:
         return {}
     try:
@@ -228,9 +228,9 @@ def read_object(files: Mapping[str, bytes], name: str, path: Path) -> dict[str, 
 
 
 def _named_id(role: str, files: Mapping[str, bytes], id_of: IdOf, path: Path) -> int | None:
-    """The id of a role by the token's text, else by the number that the model's settings give."""
+    """Return the id of a role by the token's text, else by the number in the model's settings."""
     order = [SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG]
-    # As transformers reads them: the older file holds unless the settings list the added tokens themselves.
+    # As in transformers: the older file applies unless the settings list the added tokens themselves.
     if "added_tokens_decoder" in read_object(files, TOKENIZER_CONFIG, path):
         order.reverse()
     for name in order:
@@ -252,12 +252,12 @@ def _first_id(role: str, files: Mapping[str, bytes], path: Path) -> int | None:
 
 
 def _listed_ids(role: str, files: Mapping[str, bytes], path: Path) -> list[int]:
-    """The ids of a role in generation_config.json, else in config.json: either may list several."""
+    """Return the ids of a role in generation_config.json, else in config.json: either may list several."""
     for name in (GENERATION_CONFIG, MODEL_CONFIG):
         value = read_object(files, name, path).get(f"{role}_token_id")
         if isinstance(value, int):
             value = [value]
         if isinstance(value, list) and value:
-            # −1 says that there is none (pad_token_id of the first Llama models).
+            # −1 means that there is none (pad_token_id of the first Llama models).
             return [token for token in value if isinstance(token, int) and token >= 0]
     return []

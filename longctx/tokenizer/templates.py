@@ -1,6 +1,6 @@
 """Named chat templates: the files ``additional_chat_templates/NAME.jinja`` of a Hugging Face folder.
 
-Shards and checkpoints have no folders within; there such a file is ``additional_chat_templates.NAME.jinja``.
+Shards and checkpoints have no subfolders; there such a file is ``additional_chat_templates.NAME.jinja``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def has_templates(files: Iterable[str]) -> bool:
 
 
 def find_templates(folder: Path) -> dict[str, Path]:
-    """Return a folder's templates by the names that they have in a checkpoint, where they may have come from.
+    """Return a folder's templates by their names in a checkpoint.
 
-    DataError for a link out of the folder, and for more templates than a model has. Files of other names are no
-    templates that a checkpoint could hold, and are left out.
+    Raise DataError for a link out of the folder, and for more templates than a model has. Files with names that a
+    checkpoint could not hold are left out.
     """
     found = {path.name: path for path in sorted(folder.glob(f"{TEMPLATES}.*.jinja")) if is_template(path.name)}
     for path in sorted((folder / TEMPLATES).glob("*.jinja")):
@@ -51,7 +51,7 @@ def find_templates(folder: Path) -> dict[str, Path]:
 
 
 def hf_path(name: str) -> str:
-    """Return where a file of a checkpoint lies in a Hugging Face folder: templates in their own."""
+    """Return the path of a checkpoint's file in a Hugging Face folder: templates have their own subfolder."""
     match = _FLAT.fullmatch(name)
     if match is None:
         return name

@@ -1,4 +1,4 @@
-"""Which ids words begin with, by how they are spelt."""
+"""Ids that begin a word, by their spelling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _BEGINS = ("\u2581", "\u0120", "\u010a", "<0x0A>")
 
 
 def word_begins(tokenizer: Tokenizer) -> np.ndarray:
-    """For each id whether a word begins with it, bool [vocab_size]: a space, a line, or no text at all."""
+    """Return for each id whether a word begins with it, bool [vocab_size].
+
+    Such ids begin with a space or a new line, or represent no text.
+    """
     pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
     if tokenizer.goes_on:
         return np.array([not piece.startswith(tokenizer.goes_on) for piece in pieces])

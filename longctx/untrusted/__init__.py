@@ -1,1 +1,1 @@
-"""What a stranger may have written: files and JSON read strictly, and what may stand in them."""
+"""Untrusted input: files and JSON read strictly, and their allowed contents."""

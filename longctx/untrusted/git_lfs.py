@@ -1,4 +1,4 @@
-"""Git LFS pointers: the few lines that stand where a file should be, until ``git lfs pull`` fetches it."""
+"""Git LFS pointers: a few lines in place of a file, until ``git lfs pull`` fetches it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ ADVICE = "`git lfs pull` in its repository fetches the file"
 
 
 def is_pointer(head: bytes) -> bool:
-    """Return whether a file with this beginning, of some 64 bytes or more, is a pointer to a file and not the file."""
-    # The whole line: a later version of the specification may begin with the same characters.
+    """Return whether a file with this beginning, of about 64 bytes or more, is a pointer instead of the file itself."""
+    # The full line: a later version of the specification may begin with the same characters.
     return head.startswith(POINTER_LINE) and head[len(POINTER_LINE) :][:1] in (b"", b"\n", b"\r")

@@ -1,6 +1,6 @@
-"""Read what a stranger may have written: files of bounded size, and JSON that says one thing to every reader.
+"""Read untrusted input: files of bounded size, and JSON that means the same to every reader.
 
-Nothing here knows what a file is about: ``schema`` says what may stand in one.
+Nothing here depends on the purpose of a file: ``schema`` defines allowed contents.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class NotFetchedError(ValueError):
-    """A Git LFS pointer stands where the file should."""
+    """Error for a Git LFS pointer in place of the file."""
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """The bytes of a plain file; ValueError where it is larger, no plain file, or a Git LFS pointer to one.
+    """Return the bytes of a plain file.
 
-    OSError where it cannot be read.
+    Raise ValueError if it is too large, not a plain file, or a Git LFS pointer, and OSError if it cannot be read.
     """
     with _opened(path) as file:
         state = os.fstat(file.fileno())
@@ -53,7 +53,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
             raise ValueError("it is no plain file")
         if state.st_size > most_bytes:
             raise ValueError(f"it has {state.st_size:,} bytes, and such a file has at most {most_bytes:,}")
-        # The size is what the file system says, which for some is 0 of a file without end.
+        # The size is that of the file system, which for some endless files is 0.
         content = file.read(most_bytes + 1)
         if len(content) > most_bytes:
             raise ValueError(f"it has more than {most_bytes:,} bytes")
@@ -63,30 +63,31 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
 
 def check_fetched(path: Path) -> None:
-    """Raise NotFetchedError for a Git LFS pointer; OSError if the file cannot be read."""
+    """Raise NotFetchedError for a Git LFS pointer; raise OSError if the file cannot be read."""
     with _opened(path) as file:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode) and is_pointer(file.read(_HEAD)):
             raise NotFetchedError(f"it {NOT_FETCHED}")
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a file without waiting: to open a pipe that nobody writes to would hang."""
+    """Open a file without blocking: opening a pipe without a writer would hang."""
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
 
 
 def read_json(path: Path, *, most_bytes: int = MOST_JSON_BYTES, most_values: int = MOST_JSON_VALUES) -> Any:
-    """The value of a JSON file, read strictly as ``parse_json`` says; OSError where it cannot be read."""
+    """Return the value of a JSON file, read strictly by ``parse_json``; raise OSError if it cannot be read."""
     return parse_json(read_bounded(path, most_bytes), most_values=most_values)
 
 
 def parse_json(content: bytes, *, most_values: int = MOST_JSON_VALUES) -> Any:
-    """The value of a JSON text in UTF-8; ValueError, a line long, for what readers of JSON do not agree on.
+    """Return the value of a JSON text in UTF-8; raise ValueError, one line long, if JSON readers disagree on it.
 
-    That is a key given twice, NaN, Infinity, a number beyond a float's range or of too many digits, half of a
-    surrogate pair; and for what would cost: more than ``most_values`` values, or nesting beyond ``MOST_DEPTH``.
+    They disagree on a key given twice, NaN, Infinity, a number beyond a float's range or with too many digits, and half
+    of a surrogate pair. Expensive texts are refused too: more than ``most_values`` values, or nesting beyond
+    ``MOST_DEPTH``.
     """
     text = content.decode()
-    # Before anything is built. Commas within texts count too, which is no harm.
+    # Before anything is built. Commas within texts count too, which is harmless.
     values = 1 + content.count(b",") + content.count(b"[") + content.count(b"{")
     if values > most_values:
         raise ValueError(f"it has some {values:,} values, and such a file has at most {most_values:,}")
@@ -107,19 +108,19 @@ def parse_json(content: bytes, *, most_values: int = MOST_JSON_VALUES) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut to a few words, whatever a stranger made of it."""
+    """Return a value for a message, cut to a few words, for any untrusted value."""
     return _SHOWN.repr(value)
 
 
 def printable(text: str) -> str:
-    """Return a stranger's name for a message: as it is if a terminal shows it so, else quoted; cut to a few words."""
+    """Return an untrusted name for a message: unchanged if it is printable, otherwise quoted; cut to a few words."""
     if text.isprintable() and text == text.strip() and len(text) <= _SHOWN.maxstring:
         return text
     return shown(text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # json takes the last of two: a file could then say one thing to us and another to a stricter reader.
+    # json takes the last of two: a file could then mean one thing to us and another to a stricter reader.
     found = dict(pairs)
     if len(found) < len(pairs):
         [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
@@ -145,8 +146,8 @@ def _finite(digits: str) -> float:
 
 
 def _check_depth(value: Any) -> None:
-    """ValueError for containers within containers beyond ``MOST_DEPTH``."""
-    # Level by level and not by recursion, which is what depth would break.
+    """Raise ValueError for containers nested beyond ``MOST_DEPTH``."""
+    # Level by level instead of by recursion, which too much depth would break.
     level = [value]
     for _ in range(MOST_DEPTH):
         inner: list[Any] = []
@@ -162,7 +163,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _check_characters(value: Any) -> None:
-    """ValueError for a text that no UTF-8 can spell: every later message or path with it would fail."""
+    """Raise ValueError for a text that UTF-8 cannot represent: every later message or path with it would fail."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

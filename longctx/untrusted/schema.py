@@ -1,7 +1,7 @@
-"""What may stand in a file of a stranger, as a value: checks that are put together, one for each format.
+"""Allowed contents of untrusted files: composable checks, combined for each format.
 
-A check takes a value and its place (``tensors.a.shape[0]``) and raises ValueError, a line long, which names both and
-the rule. Types are exact: ``true`` is no number, and ``1.0`` no whole one.
+A check takes a value and its place (``tensors.a.shape[0]``) and raises ValueError, one line long, naming both and the
+rule. Types are exact: ``true`` is not a number, and ``1.0`` is not an integer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MOST_WHOLE = 2**53
 
 
 def anything(value: Any, where: str) -> None:
-    """Whatever the reader of JSON has let through."""
+    """Check nothing: allow any value of the JSON reader."""
 
 
 def whole(least: int = 0, most: int = MOST_WHOLE) -> Check:
-    """A whole number from ``least`` to ``most``."""
+    """Return a check for an integer from ``least`` to ``most``."""
 
     def check(value: Any, where: str) -> None:
         if type(value) is not int or not least <= value <= most:
@@ -33,13 +33,13 @@ def whole(least: int = 0, most: int = MOST_WHOLE) -> Check:
 
 
 def number(value: Any, where: str) -> None:
-    """A number, whole or not."""
+    """Check for a number, integer or not."""
     if type(value) not in (int, float):
         raise ValueError(f"{where}={shown(value)} is no number")
 
 
 def text(pattern: str, what: str) -> Check:
-    """A text that the pattern matches as a whole; ``what`` says it in words."""
+    """Return a check for a text that fully matches the pattern; ``what`` describes it in words."""
     compiled = re.compile(pattern)
 
     def check(value: Any, where: str) -> None:
@@ -50,7 +50,7 @@ def text(pattern: str, what: str) -> Check:
 
 
 def one_of(words: Sequence[str]) -> Check:
-    """One of these texts."""
+    """Return a check for one of these texts."""
 
     def check(value: Any, where: str) -> None:
         if type(value) is not str or value not in words:
@@ -60,7 +60,7 @@ def one_of(words: Sequence[str]) -> Check:
 
 
 def nullable(inner: Check) -> Check:
-    """``null``, or what ``inner`` allows."""
+    """Return a check for ``null``, or a value that ``inner`` allows."""
 
     def check(value: Any, where: str) -> None:
         if value is not None:
@@ -70,7 +70,7 @@ def nullable(inner: Check) -> Check:
 
 
 def listing(entry: Check, *, least: int = 0, most: int = MOST_WHOLE) -> Check:
-    """A list of ``least`` to ``most`` entries."""
+    """Return a check for a list of ``least`` to ``most`` entries."""
 
     def check(value: Any, where: str) -> None:
         if type(value) is not list:
@@ -84,7 +84,7 @@ def listing(entry: Check, *, least: int = 0, most: int = MOST_WHOLE) -> Check:
 
 
 def mapping(key: Check, entry: Check, *, least: int = 0) -> Check:
-    """An object of any keys that ``key`` allows, at least ``least`` of them."""
+    """Return a check for an object with at least ``least`` keys, all allowed by ``key``."""
 
     def check(value: Any, where: str) -> None:
         _check_object(value, where)
@@ -98,7 +98,7 @@ def mapping(key: Check, entry: Check, *, least: int = 0) -> Check:
 
 
 def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None, *, more: bool = False) -> Check:
-    """An object of these keys; of others too, which are not looked at, with ``more``."""
+    """Return a check for an object with these keys; with ``more``, other keys are ignored."""
     known = dict(required) | dict(optional or {})
 
     def check(value: Any, where: str) -> None:

@@ -1,7 +1,7 @@
-"""Ranks that share a sequence agree on what they are about to do, before the first byte of it travels.
+"""Agreement of the ranks that share a sequence on their plan of attention, before its first byte is sent.
 
 A rank with another schedule or other shapes would make its peers wait for rows that never come, or add up rows that do
-not belong together. So a plan of attention is agreed on when it is made, once a batch and kind of layer.
+not belong together. So ranks agree on a plan of attention when it is built, once per batch and kind of layer.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _AGREEING = "agreeing on a schedule"
 
 
 class Agreed(Protocol):
-    """What ranks must have alike: a schedule of attention, or the states of linear attention."""
+    """Object that must be equal on all ranks: a schedule of attention, or the states of linear attention."""
 
     @property
     def digest(self) -> str:
-        """A fingerprint of all that is agreed on."""
+        """Fingerprint of everything that is agreed on."""
         ...
 
     def describe(self) -> str:
-        """The same on one line, for a message."""
+        """Return a one-line description of it, for a message."""
         ...
 
 
 def degree_problem(layout: SequenceLayout, mesh: Mesh) -> str | None:
-    """What is wrong with a layout for this mesh; None where it is for as many ranks."""
+    """Return an error message if the layout does not fit this mesh; None if it is for as many ranks."""
     if (mesh.context, mesh.ulysses) == (layout.degree, layout.ulysses):
         return None
     return (
@@ -45,7 +45,7 @@ def degree_problem(layout: SequenceLayout, mesh: Mesh) -> str | None:
 def agree(agreed: Agreed, mesh: Mesh, signature: str, problem: str | None) -> None:
     """Compare the digest and the ``signature`` of the call over the context group. Collective.
 
-    ConfigError on every rank where one has a ``problem``, ClusterError where they differ.
+    Raise ConfigError on every rank if one has a ``problem``, ClusterError if they differ.
     """
     group = mesh.control_group
     if group is None:
@@ -63,7 +63,7 @@ def agree(agreed: Agreed, mesh: Mesh, signature: str, problem: str | None) -> No
 
 
 class _Statement(NamedTuple):
-    """What one rank was given, for a message."""
+    """Arguments of one rank, for a message."""
 
     problem: str | None
     description: str
@@ -72,13 +72,13 @@ class _Statement(NamedTuple):
 
 
 def _digest(agreed: Agreed, signature: str, problem: str | None) -> bytes:
-    # A fixed number of bytes, whatever is described: one small collective a plan.
+    # A fixed number of bytes, whatever is described: one small collective per plan.
     return blake2b(f"{agreed.digest} {signature} {problem or ''}".encode(), digest_size=16).digest()
 
 
 def _raise_difference(agreed: Agreed, signature: str, problem: str | None, mesh: Mesh, group: ProcessGroup) -> None:
-    """The first problem, or what differs, in the same words on every rank."""
-    # Descriptions are long, so they travel only once digests have shown that something differs.
+    """Raise the first problem, or the difference, in the same words on every rank."""
+    # Descriptions are long, so they are sent only once the digests have shown a difference.
     mine = _Statement(problem, agreed.describe(), agreed.digest, signature)
     statements: list[_Statement] = mesh.comm.gather_objects(mine, group, doing=_AGREEING)
     for rank, statement in enumerate(statements):

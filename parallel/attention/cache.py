@@ -18,36 +18,36 @@ from parallel.mesh import Mesh
 
 
 class ShardedKVCache(KVCache):
-    """This rank's keys and values, layer by layer, and which tokens they are of.
+    """Keys and values of this rank, layer by layer, and the tokens they belong to.
 
-    Chunks of a prompt are split over the ranks by a layout, tokens that every rank is given are dealt round-robin: so
-    every rank stores equally many. The states of linear layers are small and whole on every rank.
+    Chunks of a prompt are split over the ranks by a layout; tokens that every rank is given are dealt round-robin. So
+    every rank stores equally many. The states of linear layers are small, and every rank holds all of them.
     """
 
     def __init__(self, mesh: Mesh, layout: str) -> None:
-        """``layout`` is the kind in which chunks are split."""
+        """Create an empty cache; ``layout`` is the kind of layout that splits chunks."""
         super().__init__()
         self.mesh, self.layout = mesh, layout
         self._tokens = CachedLayout()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that every layer has seen, on all ranks."""
+        """Number of tokens that every layer has seen, on all ranks."""
         return self._tokens.num_tokens
 
     def new(self) -> ShardedKVCache:
-        """An empty cache of the same ranks."""
+        """Return an empty cache for the same ranks."""
         return ShardedKVCache(self.mesh, self.layout)
 
     def copy(self) -> ShardedKVCache:
-        """The same tokens of this rank, in buffers of their own."""
+        """Return a copy of this rank's tokens, in buffers of its own."""
         other = super().copy()
-        # A value: what extends it makes another.
+        # Shared: extending it creates another object.
         other._tokens = self._tokens
         return other
 
     def encoded(self, source: Stream, encode: Callable[[Stream], EncodedSource]) -> EncodedSource:
-        """The source behind the encoder: each rank reads its part, and gathers the others'. Collective."""
+        """Encode the source: each rank encodes its part and gathers the others'. Collective."""
         mesh, group = self.mesh, self.mesh.context_group
         if group is None:
             return encode(source)
@@ -71,18 +71,18 @@ class ShardedKVCache(KVCache):
         self._tokens = CachedLayout()
 
     def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
-        """The next tokens as chunks of about ``chunk_tokens``; the last few go to every rank."""
+        """Yield the next tokens as chunks of about ``chunk_tokens``; the last few go to every rank."""
         mesh, left = self.mesh, num_tokens
         for tokens, is_split in chunk_sizes(num_tokens, chunk_tokens, self.layout, mesh.context, mesh.ulysses):
             yield self._chunk(tokens, left, is_split=is_split)
             left -= tokens
 
     def extend(self, chunk: TokenChunk) -> None:
-        """Note which of the chunk's tokens this rank has stored."""
+        """Record which of the chunk's tokens this rank has stored."""
         self._tokens = chunk.placement.after(self.mesh.context_rank)
 
     def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
-        """Values of all tokens of the chunk, [B, T], from each rank's [B, t]. Collective."""
+        """Gather the values of all tokens of the chunk, [B, T], from each rank's [B, t]. Collective."""
         layout, group = chunk.placement.layout, self.mesh.context_group
         if layout is None or group is None:
             return values_Bt
@@ -92,7 +92,7 @@ class ShardedKVCache(KVCache):
         return layout.join(list(gathered), 1)
 
     def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
-        """The ``count`` integers that the first rank of the sequence chooses, told to all. Collective."""
+        """Return the ``count`` integers that the first rank of the sequence chooses, on all ranks. Collective."""
         group = self.mesh.control_group
         if group is None:
             return choose()

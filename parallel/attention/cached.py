@@ -45,7 +45,7 @@ from parallel.transport.query_ring import Compute, attend_by_visits, merge_gathe
 
 @dataclass(frozen=True, eq=False)
 class CachedPlan:
-    """What every layer of one kind does with the new tokens of one chunk."""
+    """Plan of all layers of one kind for the new tokens of one chunk."""
 
     mesh: Mesh
     shapes: AttentionShapes
@@ -64,9 +64,9 @@ class CachedPlan:
     def build(
         cls, mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh, options: AttentionOptions
     ) -> CachedPlan:
-        """The plan of a chunk. Collective, but for single tokens.
+        """Build the plan of a chunk. Collective, except for single tokens.
 
-        ConfigError on every rank where one has a problem, ClusterError where ranks differ or one is too late.
+        Raise ConfigError on every rank if one has a problem, ClusterError if ranks differ or one is too late.
         """
         problem = chunk_problem(mask, shapes, placement, mesh)
         plan = None
@@ -82,7 +82,7 @@ class CachedPlan:
 
 
 def chunk_problem(mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh) -> str | None:
-    """Why a chunk cannot be read; None where it can."""
+    """Return the reason if a chunk cannot be read, otherwise None."""
     if not isinstance(placement, ChunkPlacement):
         return f"the cache is none of these {mesh.context} ranks' own. Take Decoder.new_cache()."
     if not mask.causal:
@@ -98,11 +98,11 @@ def chunk_problem(mask: AttentionMask, shapes: AttentionShapes, placement: objec
 def agree_on_chunk(placement: object, mesh: Mesh, signature: str, problem: str | None) -> None:
     """Compare the chunk over the context group, unless it is a single token.
 
-    ConfigError on every rank where one has a ``problem``, ClusterError where they differ.
+    Raise ConfigError on every rank if one has a ``problem``, ClusterError if they differ.
     """
     if not isinstance(placement, ChunkPlacement):
         raise ConfigError(problem or "no chunk")
-    # What a generated token needs follows from the chunks before it: it is spared the wait.
+    # The plan of a generated token follows from the chunks before it, so no agreement is needed.
     if problem is None and placement.layout is None and placement.num_tokens == 1 and placement.earlier.num_tokens:
         return
     agree(placement, mesh, signature, problem)
@@ -118,7 +118,7 @@ def attend_cached(
     scores: Scores | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Output [B, t, H, V] of new tokens over all cached keys and their own. Collective; there is no backward."""
+    """Return the output [B, t, H, V] of new tokens over all cached keys and their own. Collective; no backward."""
     plan.shapes.check_call(q_BtHD, sinks_H)
     check_no_gradient(q_BtHD)
     scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
@@ -142,7 +142,7 @@ def attend_cached_each(
     scores: Scores | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Output [1, t, H, V] of several sequences' tokens, which every rank has, each over the keys of its own cache.
+    """Return the output [1, t, H, V] of several sequences' tokens, which every rank has, each over its own cache.
 
     Collective: one gather for all sequences. There is no backward.
     """
@@ -160,7 +160,7 @@ def attend_cached_each(
 
 
 def _over_own_keys(k_BtKD: Tensor, v_BtKV: Tensor, plan: CachedPlan, cache: LayerCache, scores: Scores) -> Compute:
-    """Store this rank's part of the new keys; returns what computes queries over all keys that it stores."""
+    """Store this rank's part of the new keys; return the function that computes queries over all its stored keys."""
     stored = plan.stored
     keys, values = append_rows(
         cache,
@@ -183,7 +183,7 @@ def _over_own_keys(k_BtKD: Tensor, v_BtKV: Tensor, plan: CachedPlan, cache: Laye
 def _assemble(
     mask: AttentionMask, shapes: AttentionShapes, placement: ChunkPlacement, mesh: Mesh, options: AttentionOptions
 ) -> CachedPlan:
-    """This rank's work. ConfigError for what a kernel cannot do."""
+    """Build this rank's plan. Raise ConfigError if the kernel does not support it."""
     rank, is_replicated = mesh.context_rank, placement.layout is None
     start = placement.earlier.num_tokens
     earlier = tokens_from(placement.earlier.runs, start - earlier_seen(mask, shapes))
@@ -229,7 +229,7 @@ def _request(mask: AttentionMask, shapes: AttentionShapes, options: AttentionOpt
 
 
 def _rows_of(stored: Runs, start: int, *, is_replicated: bool) -> slice:
-    """The stored tokens among those that the rank was given: all of them, or every so manieth."""
+    """Return the stored tokens among those given to the rank: all of them, or every n-th."""
     if not is_replicated:
         return slice(None)
     if not stored:
@@ -239,7 +239,7 @@ def _rows_of(stored: Runs, start: int, *, is_replicated: bool) -> slice:
 
 
 def _no_keys(q_BtHD: Tensor, value_dim: int) -> PartialResult:
-    """The result of queries over no key."""
+    """Return the result of queries over no keys."""
     shape = q_BtHD.shape[:-1]
     out = q_BtHD.new_zeros((*shape, value_dim), dtype=accumulate_dtype(q_BtHD.dtype))
     return out, q_BtHD.new_full(shape, -torch.inf, dtype=torch.float64)

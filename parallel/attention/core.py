@@ -20,15 +20,15 @@ from parallel.schedule.schedule import Schedule
 
 
 class ContextParallelAttention(CoreOverRanks):
-    """The core of softmax attention. Every layout serves."""
+    """Core of softmax attention over ranks. It supports every layout."""
 
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> ContextParallelPlan | CachedPlan:
-        """The schedule of the mask, and the ranks' agreement on it. Collective.
+        """Build the schedule of the mask, and agree on it with the other ranks. Collective.
 
         ``placement`` is the layout that the batch was split by; without one it is built as this core's kind. With a
-        cache it is the chunk's (``ChunkPlacement``). ``key_placement`` is that of the keys, in cross attention.
+        cache it is the chunk's (``ChunkPlacement``). ``key_placement`` is the layout of the keys in cross attention.
         """
         if shapes.cached_tokens is not None:
             return CachedPlan.build(mask, shapes, placement, self.mesh, self.options)
@@ -77,7 +77,7 @@ class ContextParallelAttention(CoreOverRanks):
         scores: Scores | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Output [1, t, H, V] of each sequence's tokens over the keys of its own cache, on all ranks. Collective."""
+        """Return the output [1, t, H, V] of each sequence's tokens over its own cache, on all ranks. Collective."""
         if all(of_one.is_replicated for of_one in plan.plans):
             return attend_cached_each(q_BtHD, k_BtKD, v_BtKV, plan, caches, scores=scores, sinks_H=sinks_of(weights))
         return super().attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=caches, scores=scores, weights=weights)

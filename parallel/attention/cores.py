@@ -17,5 +17,5 @@ CORES: dict[str, type[CoreOverRanks]] = {
 
 
 def build_cores(mesh: Mesh, layout: str, options: AttentionOptions) -> dict[str, AttentionCore]:
-    """All cores of a mesh: which of them a model has is its own affair."""
+    """Build all cores of a mesh, whichever of them a model uses."""
     return {name: kind(mesh, layout, options) for name, kind in CORES.items()}

@@ -1,10 +1,10 @@
 """The gated delta rule over a sequence that is spread over ranks: segments of documents are joined, no row moves.
 
-A rank computes its own segments; what enters them comes from ``JoinSegments``. What a document's first segment gives
-needs nothing of others, and its last gives nothing: with a contiguous layout no rank computes a state twice.
+A rank computes its own segments; ``JoinSegments`` provides the states that enter them. A document's first segment needs
+no state of others, and its last gives none: with a contiguous layout no rank computes a state twice.
 
-With a cache the state of all tokens before a chunk, and the last of them, are on every rank. Every rank composes all
-segments of the chunk, in one order, so that states stay the same to the bit; single tokens send nothing.
+With a cache, every rank has the state of all tokens before a chunk, and the last of those tokens. Every rank composes
+all segments of the chunk, in one order, so that states stay the same to the bit; single tokens send nothing.
 
 Axes: B batch, t this rank's tokens, K key heads, D key head size, X channels of values, decay and β of a key head,
 H value heads, V value head size, R tokens that the convolution reads, C channels of a key head.
@@ -34,7 +34,7 @@ from parallel.attention.state_plans import CoreOfStates, StatesOfBatch, StatesOf
 
 
 class ContextParallelGatedDelta(CoreOfStates):
-    """The core of gated delta layers."""
+    """Core of gated delta layers over ranks."""
 
     what: ClassVar[str] = "gated delta rule"
     why_not_striped: ClassVar[str] = "gated delta layers (model.layers) pass a state from token to token"
@@ -63,8 +63,8 @@ class ContextParallelGatedDelta(CoreOfStates):
         if plan.mesh.context > 1 and plan.states.num_given:
             exchange = JoinSegments(plan.mesh, plan.states)
             q = _SettleBehind.apply(q, exchange)
-        # A rank waits for the state of the one before it: head by head, it waits for the first head alone. A GPU takes
-        # all heads at once in the time of one.
+        # A rank waits for the state of the one before it: head by head, it waits only for the first head. A GPU
+        # computes all heads at once in the time of one.
         if exchange is not None and on_cpu(q):
             groups = K
         kept = _ByGroup(recompute_cache, groups)
@@ -86,7 +86,7 @@ class ContextParallelGatedDelta(CoreOfStates):
 
 
 class _SettleBehind(torch.autograd.Function):
-    """The values as they are; behind the backward passes of all that read them an exchange is settled."""
+    """Identity that settles an exchange after the backward passes of all readers of the values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: JoinSegments) -> Tensor:
@@ -107,7 +107,7 @@ def _attend_cached(
     plan: StatesOfChunk,
     cache: LayerCache,
 ) -> Tensor:
-    """Return the output [B, t, K, G·V] of new tokens, which the cached state then covers. Collective."""
+    """Return the output [B, t, K, G·V] of new tokens, and add them to the cached state. Collective."""
     plan.shapes.check_call(q_BtKD, None)
     check_no_gradient(q_BtKD)
     if plan.states is None:
@@ -121,7 +121,7 @@ def _attend_cached(
 
 
 class _AfterState:
-    """An exchange of which one result more is asked for: what follows the chunk's last token."""
+    """Exchange with one more result than segments: the state after the chunk's last token."""
 
     state: Tensor
     """After the chunk, [1, B, H, D, V]."""
@@ -159,7 +159,7 @@ class _AfterState:
 
 
 class _ByGroup:
-    """The results of groups of heads, which a recompute cache has as one layer's."""
+    """Results of groups of heads, which a recompute cache stores as one layer's."""
 
     def __init__(self, cache: RecomputeCache | None, groups: int) -> None:
         self._cache, self._results = cache, [()] * groups
@@ -168,7 +168,7 @@ class _ByGroup:
             self._known = cache.load()
 
     def of_group(self, group: int) -> _OneGroup | None:
-        """What one group's call keeps its results by; None if nothing is kept."""
+        """Return the store of one group's results; None if nothing is kept."""
         if self._cache is None:
             return None
         known = None
@@ -181,20 +181,20 @@ class _ByGroup:
         """Hand the results of all groups to the cache."""
         if self._cache is not None and self._known is None:
             self._cache.save(*chain.from_iterable(self._results))
-        # A graph that holds its own results is freed by the garbage collector alone.
+        # A graph that holds its own results is freed only by the garbage collector.
         self._results.clear()
 
 
 @dataclass
 class _OneGroup:
-    """One group's part (``longctx.kernels.gated_delta.call.Saved``)."""
+    """Results of one group (``longctx.kernels.gated_delta.call.Saved``)."""
 
     results: list[tuple[Tensor, ...]]
     group: int
     known: tuple[Tensor, ...] | None
 
     def load(self) -> tuple[Tensor, ...] | None:
-        # Handed over and not held, as by the cache.
+        # Handed over and not kept, as in the cache.
         known, self.known = self.known, None
         return known
 

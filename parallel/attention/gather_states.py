@@ -1,4 +1,4 @@
-"""GatherStates: states of linear attention travel between the ranks of a sequence, in one all-gather.
+"""GatherStates: exchange of the states of linear attention between the ranks of a sequence, in one all-gather.
 
 Axes: B batch, K key/value heads, D key head size, W = V + 1 of the value head size V, s states, P ranks.
 """
@@ -20,7 +20,7 @@ from parallel.schedule.states import Open, StatePlan
 
 @dataclass(frozen=True)
 class GatherStates:
-    """The exchange of states among a context group; each rank adds what it needs in the order of the sequence."""
+    """Exchange of states among a context group; each rank adds those it needs in the order of the sequence."""
 
     mesh: Mesh
     states: StatePlan
@@ -28,13 +28,13 @@ class GatherStates:
     """Where it was made, should a message of its be named: backward does not say."""
 
     def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
-        """A segment takes the sum of its document's earlier segments (of all others, if not causal)."""
+        """Start to gather for each segment the sum of its document's earlier ones (of all others, if not causal)."""
         return self._exchange(
             given_sBKDW, self.states.given, self.states.taken, before=True, after=not self.states.causal
         )
 
     def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
-        """A state that was given has the gradients of all segments that took it."""
+        """Start to gather, for each given state, the gradients of all segments that took it."""
         return self._exchange(
             dtaken_sBKDW, self.states.taken, self.states.given, before=not self.states.causal, after=True
         )
@@ -48,7 +48,7 @@ class GatherStates:
         before: bool,
         after: bool,
     ) -> Callable[[], Tensor]:
-        """Start the gathering of what every rank sends; the result makes the sums that this rank wants."""
+        """Start to gather the states that all ranks send; the result computes the sums that this rank wants."""
         gathering = start_gather(
             self.mesh, mine_sBKDW, sent, doing="gathering states of linear attention", layer=self.layer
         )
@@ -69,19 +69,19 @@ class GatherStates:
 def start_gather(
     mesh: Mesh, mine_s: Tensor, sent: Sequence[Sequence[Open]], *, doing: str, layer: int
 ) -> Callable[[], Tensor]:
-    """Start to gather a tensor [s, …] of each rank, one entry for each of the segments that it sends: [P, s, …]."""
-    # All ranks send as many entries as the one with most of them: the collective has one size for all.
+    """Start to gather a tensor [s, …] of each rank, one entry for each segment that it sends: [P, s, …]."""
+    # All ranks send as many entries as the rank with the most: the collective has one size for all.
     slots = max(map(len, sent))
     outgoing = torch.cat((mine_s, mine_s.new_zeros(slots - len(mine_s), *mine_s.shape[1:])))
     group = mesh.context_group
     assert group is not None
-    # With the padding, which travels too.
+    # Includes the padding, which is sent too.
     (gathering,) = mesh.comm.start_all_gather(outgoing, group=group, doing=doing, kind=Kind.STATES, layer=layer)
     return lambda: gathering.wait()[0]
 
 
 class _Source(NamedTuple):
-    """A state that some rank sent."""
+    """State sent by one of the ranks."""
 
     order: int
     """Its segment's first token, negative when sums run backwards."""
@@ -97,7 +97,7 @@ def _add_running(
     *,
     backwards: bool,
 ) -> None:
-    """Add to each wanted segment's sum the states of its document before it (after it), nearest last."""
+    """Add to each wanted segment's sum the states of its document before it (after it, if backwards), nearest last."""
     sign = 1
     if backwards:
         sign = -1
@@ -110,7 +110,7 @@ def _add_running(
     for document, found in sources.items():
         found.sort(reverse=True)  # popped from the end
         totals[document] = torch.zeros_like(sums_sBKDW[0])
-    # In the order of the sequence, whichever rank a state is from: sums repeat to the bit.
+    # In the order of the sequence, regardless of the rank a state is from: sums are bitwise reproducible.
     for n in sorted(range(len(wanted)), key=lambda n: sign * wanted[n].start):
         document, start = wanted[n].document, sign * wanted[n].start
         # Each state is added to its document's running total once, so the work is linear in the number of states.

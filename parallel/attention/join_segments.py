@@ -1,11 +1,11 @@
-"""JoinSegments: the segments of documents under the gated delta rule meet over ranks, in one all-gather a pass.
+"""JoinSegments: join the segments of documents under the gated delta rule over ranks, in one all-gather per pass.
 
 A segment maps the state that enters it to the one that leaves it, S ↦ M·S + U (``longctx/kernels/gated_delta/rule``).
 Each rank sends the pairs (U, M) of its segments that others continue, and composes those of a document's earlier
-segments in the order of the sequence, whichever rank they are from: so states repeat to the bit. Their size does not
+segments in the order of the sequence, regardless of their ranks: states are bitwise reproducible. Their size does not
 depend on the sequence's length. In backward each rank sends (U′, Mᵀ) and composes those of later segments.
 
-Before that the last tokens of those segments travel likewise, which the convolution of the next ones reads.
+Before that, the last tokens of those segments are sent in the same way, for the convolution of the next segments.
 
 Axes: B batch, H value heads, D key head size, V value head size, R tokens that the convolution reads, K key heads, C
 their channels, s segments, P ranks.
@@ -27,7 +27,7 @@ from parallel.schedule.states import Open, StatePlan
 
 @dataclass(frozen=True)
 class JoinSegments:
-    """The exchange among a context group (``longctx.kernels.gated_delta.call.SegmentExchange``)."""
+    """Exchange among a context group (``longctx.kernels.gated_delta.call.SegmentExchange``)."""
 
     mesh: Mesh
     plan: StatePlan
@@ -39,14 +39,14 @@ class JoinSegments:
     """Gatherings under way of which nothing is for this rank."""
 
     def states(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
-        """Start to gather U and M of the segments that give; the result has the states that enter those that take."""
+        """Start to gather U and M of segments that give; the result computes the states that enter those that take."""
         arriving = self._gather(pairs_sBHDW, self.plan.given)
         if not self._taken:
             return self._leave(arriving, _states_of(pairs_sBHDW))
         return lambda: self._compose(arriving(), self.plan.given, self._taken, sign=1)
 
     def states_back(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
-        """Start to gather U′ and Mᵀ of the segments that took; the result has the gradients of what left others."""
+        """Start to gather U′ and Mᵀ of segments that took; the result computes the gradients of given states."""
         arriving = self._gather(pairs_sBHDW, self.plan.taken)
         if not self._given:
             return self._leave(arriving, _states_of(pairs_sBHDW))
@@ -94,19 +94,19 @@ class JoinSegments:
         return finish
 
     def settle(self) -> None:
-        """Wait for what nobody here reads; all others may be far behind until then."""
+        """Wait for the gathers that this rank does not read; until then all other ranks may be far behind."""
         while self.unread:
             self.unread.pop(0)()
 
     def _leave(self, arriving: Callable[[], Tensor], like_s: Tensor) -> Callable[[], Tensor]:
-        """Go on at once where nothing is wanted: a rank that waited would wait for what others compute with it."""
+        """Return an empty result at once: this rank wants nothing, so it need not wait for others to compute."""
         self.unread.append(arriving)
         return lambda: like_s[:0]
 
     def _compose(
         self, pairs_PsBHDW: Tensor, sent: Sequence[Sequence[Open]], wanted: Sequence[Open], *, sign: int
     ) -> Tensor:
-        """Return what reaches segments through the maps of those of their document before them (after, if -1)."""
+        """Return the states that reach segments through the maps of earlier ones of their document (later, if -1)."""
         D = pairs_PsBHDW.shape[-2]
         V = pairs_PsBHDW.shape[-1] - D
         results = pairs_PsBHDW.new_zeros(len(wanted), *pairs_PsBHDW.shape[2:-1], V)
@@ -139,6 +139,6 @@ class JoinSegments:
 
 
 def _states_of(pairs_sBHDW: Tensor) -> Tensor:
-    """The columns of states in pairs of them and maps."""
+    """Return the columns of states in pairs of states and maps."""
     D = pairs_sBHDW.shape[-2]
     return pairs_sBHDW[..., : pairs_sBHDW.shape[-1] - D]

@@ -1,10 +1,10 @@
 """Linear attention over a sequence that is spread over ranks: one all-gather of states, whatever the length (LASP-2).
 
-A rank sends, for each document that goes on elsewhere, the sum over its own keys (arXiv 2502.07563): a matrix a key
-head, not rows. They travel while the rank works on its own rows. Backward is the mirror image: gradients of the states
-that were taken are gathered, and each segment adds those of its document's later segments.
+For each document that continues on another rank, a rank sends the sum over its own keys (arXiv 2502.07563): one matrix
+per key head, not rows. They travel while the rank works on its own rows. Backward is the mirror image: gradients of the
+states that were taken are gathered, and each segment adds those of its document's later segments.
 
-With a cache the state of all tokens before a chunk is on every rank. Every rank adds the chunk's sums to it, in one
+With a cache, every rank has the state of all tokens before a chunk. Every rank adds the chunk's sums to it, in one
 order, so that states stay the same to the bit; single tokens send nothing.
 
 Axes: B batch, t this rank's tokens, H query heads, K key/value heads, D query/key head size, V value head size,
@@ -29,7 +29,7 @@ from parallel.attention.state_plans import CoreOfStates, StatesOfBatch, StatesOf
 
 
 class ContextParallelLinearAttention(CoreOfStates):
-    """The core of linear attention."""
+    """Core of linear attention over ranks."""
 
     what: ClassVar[str] = "linear attention"
     why_not_striped: ClassVar[str] = "linear layers (model.layers) sum over runs of neighbours"
@@ -46,7 +46,7 @@ class ContextParallelLinearAttention(CoreOfStates):
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Output [B, t, H, V]; ``scores`` and ``weights`` are those of softmax."""
+        """Return the output [B, t, H, V]; ``scores`` and ``weights`` are for softmax and ignored."""
         if isinstance(plan, StatesOfChunk):
             assert cache is not None, "the plan of a cached chunk came without the layer's cache"
             return linear_attend_cached(q_BtHD, k_BtKD, v_BtKV, plan, cache)
@@ -62,15 +62,15 @@ def linear_attend_planned(
     chunk: int = CHUNK,
     recompute_cache: RecomputeCache | None = None,
 ) -> Tensor:
-    """Linear attention (feature map elu + 1) of this rank's queries over the keys of their documents on all ranks.
+    """Compute linear attention (feature map elu + 1) of this rank's queries over their documents' keys on all ranks.
 
-    Inputs are this rank's shard under the plan's layout: [1, t, …] of it, the same tokens in B rows when the layout is
-    over flattened rows, or B stacked sequences of the same documents. Returns [B, t, H, V] in q's dtype, equal to one
-    process's result but for rounding, the same bits every time. A ``recompute_cache`` keeps the states that entered
+    Inputs are this rank's shard under the plan's layout: [1, t, …], the same tokens in B rows if the layout is over
+    flattened rows, or B stacked sequences of the same documents. Return [B, t, H, V] in q's dtype, equal to one
+    process's result but for rounding, and bitwise reproducible. A ``recompute_cache`` keeps the states that entered
     this rank's segments: recomputing the layer sends nothing.
     """
     B, t = q_BtHD.shape[:2]
-    # The layout is over one sequence, so rows of a micro-batch that it was flattened from are laid end to end.
+    # The layout is over one sequence, so the rows of a flattened micro-batch are concatenated.
     batch = plan.shapes.batch
     q, k, v = (x.reshape(batch, -1, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
     plan.shapes.check_call(q, None)
@@ -89,7 +89,7 @@ def linear_attend_planned(
 def linear_attend_cached(
     q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor, plan: StatesOfChunk, cache: LayerCache
 ) -> Tensor:
-    """Output [B, t, H, V] of new tokens; their sums join the cached state. Collective; there is no backward."""
+    """Return the output [B, t, H, V] of new tokens; add their sums to the cached state. Collective; no backward."""
     plan.shapes.check_call(q_BtHD, None)
     check_no_gradient(q_BtHD)
     segments = plan.segments
@@ -104,7 +104,7 @@ def linear_attend_cached(
 
 
 class _AfterState:
-    """An exchange in which the state of the tokens before the chunk enters every segment, too."""
+    """Exchange in which the state of the tokens before the chunk enters every segment, too."""
 
     def __init__(self, exchange: GatherStates, cache: LayerCache) -> None:
         self.exchange, self.cache = exchange, cache
@@ -129,7 +129,7 @@ class _AfterState:
 
 @dataclass(frozen=True)
 class _Recomputed:
-    """An exchange whose first result is saved, and is the result when the layer is computed again."""
+    """Exchange that saves its first result, and returns it when the layer is recomputed."""
 
     exchange: StateExchange
     recompute_cache: RecomputeCache

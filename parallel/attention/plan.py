@@ -1,4 +1,4 @@
-"""ContextParallelPlan: what every layer of one kind does in one forward pass; the ranks agree when it is made."""
+"""ContextParallelPlan: the plan of all layers of one kind for one forward pass; the ranks agree when it is built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parallel.transport.ulysses import HeadExchange
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How attention is computed, whatever the layer."""
+    """Options of attention, independent of the layer."""
 
     kernel: str = "auto"
     transport: str = "auto"
@@ -41,7 +41,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class CoreOverRanks(AttentionCore):
-    """The core of a layer whose sequence is shared by the mesh's context ranks."""
+    """Core of a layer whose sequence is shared by the mesh's context ranks."""
 
     mesh: Mesh
     layout: str
@@ -50,18 +50,18 @@ class CoreOverRanks(AttentionCore):
 
     @classmethod
     def check_layout(cls, layout: str, ring_degree: int) -> None:
-        """ConfigError if the core cannot have a sequence that so many ring ranks hold in this layout."""
+        """Raise ConfigError if the core does not support this layout over so many ring ranks."""
 
     def new_cache(self) -> ShardedKVCache:
-        """An empty cache for the mesh's context ranks."""
+        """Return an empty cache for the mesh's context ranks."""
         return ShardedKVCache(self.mesh, self.layout)
 
 
 @dataclass(frozen=True, eq=False)
 class ContextParallelPlan:
-    """A batch's schedule, and what carries it out on this rank.
+    """Schedule of a batch, and the transport and kernel that execute it on this rank.
 
-    Each batch has a plan of its own, with its own mesh and layout: their degree may be another one in the next batch.
+    Each batch has its own plan, with its own mesh and layout: the degree may change from batch to batch.
     """
 
     mesh: Mesh
@@ -84,23 +84,23 @@ class ContextParallelPlan:
         *,
         problem: str | None = None,
     ) -> ContextParallelPlan:
-        """The plan of a schedule for these shapes. Collective.
+        """Build the plan of a schedule for these shapes. Collective.
 
-        ``problem`` is what the caller found wrong on this rank. ConfigError on every rank where one has a problem,
-        ClusterError where ranks differ or one is too late.
+        ``problem`` is an error that the caller found on this rank. Raise ConfigError on every rank if one has a
+        problem, ClusterError if ranks differ or one is too late.
         """
         # Pieces that are neighbours on a rank may be far apart in their document: biases need each one's distance.
         if {"alibi", "relative_bias"} & set(shapes.rules):
             schedule = schedule.with_distances()
         plan = None
-        # In this order: shards can be counted only in a layout that is the mesh's.
+        # In this order: shards can be counted only if the layout fits the mesh.
         problem = problem or degree_problem(schedule.layout, mesh)
         if problem is None:
             num_local = schedule.layout.num_local(mesh.context_rank)
             shapes = flattened(shapes, num_local)
             problem = tokens_problem(shapes, num_local, mesh)
         if problem is None:
-            # What this rank refuses is told to the others first: they would wait for it.
+            # Tell the other ranks of an error before raising it: they would wait for this rank.
             try:
                 plan = _assemble(schedule, mesh, shapes, options)
             except ConfigError as error:
@@ -110,7 +110,7 @@ class ContextParallelPlan:
         return plan
 
     def as_shard(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's rows as the sequences that the layout is over. ValueError for queries of other shapes."""
+        """Return this rank's rows as sequences of the layout. Raise ValueError if the queries have other shapes."""
         B = self.shapes.batch
         q, k, v = (x.reshape(B, -1, x.shape[2], x.shape[3]) for x in (q, k, v))
         self.shapes.check_call(q, None)
@@ -118,14 +118,14 @@ class ContextParallelPlan:
 
 
 def flattened(shapes: AttentionShapes, num_local: int) -> AttentionShapes:
-    """The rows of a flattened micro-batch as the one sequence that a layout is over; others as they are."""
+    """Return the shapes of a flattened micro-batch as one sequence, as in its layout; others unchanged."""
     if shapes.tokens == num_local or shapes.batch * shapes.tokens != num_local:
         return shapes
     return replace(shapes, batch=1, tokens=num_local)
 
 
 def tokens_problem(shapes: AttentionShapes, num_local: int, mesh: Mesh) -> str | None:
-    """What is wrong with this rank's number of tokens; None when it is its shard's."""
+    """Return an error message if this rank's number of tokens is not that of its shard, otherwise None."""
     if shapes.tokens == num_local:
         return None
     return (
@@ -135,15 +135,15 @@ def tokens_problem(shapes: AttentionShapes, num_local: int, mesh: Mesh) -> str |
 
 
 def build_layout(kind: str, mesh: Mesh, mask: AttentionMask) -> SequenceLayout:
-    """The layout of this kind of a micro-batch's documents over the mesh."""
+    """Build the layout of this kind for a micro-batch's documents over the mesh."""
     documents = mask.documents
     return SequenceLayout.build(kind, documents.num_tokens, mesh.context, documents, mesh.ulysses, causal=mask.causal)
 
 
 def call_signature(shapes: AttentionShapes, options: AttentionOptions, kernel: AttentionKernel | None) -> str:
-    """What every rank must have been given alike, besides the schedule. ``kernel`` is None if no plan could be made."""
-    # The kernel too, though ranks with other kernels could exchange rows: where one lacks a library the others wait
-    # for it in every hop, and nobody would know why.
+    """Return the arguments that all ranks must share, besides the schedule. ``kernel`` is None without a plan."""
+    # The kernel too, though ranks with different kernels could exchange rows: if one lacks a library, the others wait
+    # for it in every hop, without an error that names the reason.
     name = kernel.name if kernel else "none"
     communication_dtype = options.communication_dtype or accumulate_dtype(shapes.dtype)
     return (
@@ -154,7 +154,7 @@ def call_signature(shapes: AttentionShapes, options: AttentionOptions, kernel: A
 
 
 def tensor_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: Schedule, mesh: Mesh) -> str | None:
-    """What is wrong with this rank's tensors; None when nothing is, or the layout is not the mesh's anyway."""
+    """Return an error message if this rank's tensors do not fit; None if they do or the layout is not the mesh's."""
     if degree_problem(schedule.layout, mesh) is not None:
         return None
     num_queries = schedule.layout.num_local(mesh.context_rank)
@@ -183,7 +183,7 @@ def tensor_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedu
 def _assemble(
     schedule: Schedule, mesh: Mesh, shapes: AttentionShapes, options: AttentionOptions
 ) -> ContextParallelPlan:
-    """What carries out the schedule on this rank. ConfigError for what a kernel, a transport or the heads cannot do."""
+    """Build this rank's plan. Raise ConfigError if a kernel, a transport or the heads do not support it."""
     heads = HeadExchange.build(mesh, shapes.num_heads, shapes.num_kv_heads)
     transport = build_transport(options.transport, schedule, mesh, communication_dtype=options.communication_dtype)
     # The kernel sees this rank's heads only, after Ulysses has traded rows for them.

@@ -1,6 +1,6 @@
 """Exact attention over a sequence that is spread over ranks: a transport's KV blocks around a one-device kernel.
 
-The ring itself is one screen, ``parallel/transport/point_to_point.py``: fetch, compute, merge, wait.
+The ring itself fits on one screen, ``parallel/transport/point_to_point.py``: fetch, compute, merge, wait.
 
 Axes: B batch, t this rank's tokens, n the tokens of its ring rank (all ranks that share rows together), H query heads,
 K key/value heads, D query/key head size, V value head size. Partial results, and the gradients between ranks, are
@@ -47,16 +47,16 @@ def attend(
     products: Products | None = None,
     recompute_cache: RecomputeCache | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries over every key of the sequence that the schedule's mask lets them see.
+    """Compute attention of this rank's queries over all keys of the sequence that the schedule's mask lets them see.
 
-    Inputs are this rank's shard under the schedule's layout: [1, t, …] of it, the same tokens in B rows when the layout
-    is over flattened rows, or B stacked sequences of the same documents. Returns [B, t, H, V] in q's dtype. Every rank
-    of the context group must call it alike: in each call they compare what they were given before the first byte
-    travels. Layers that share a schedule make one ``ContextParallelPlan`` and call ``attend_planned``.
+    Inputs are this rank's shard under the schedule's layout: [1, t, …], the same tokens in B rows if the layout is over
+    flattened rows, or B stacked sequences of the same documents. Return [B, t, H, V] in q's dtype. Every rank of the
+    context group must make the same call: in each call the ranks compare their arguments before the first byte is sent.
+    Layers that share a schedule build one ``ContextParallelPlan`` and call ``attend_planned``.
 
     ``scores`` (default: the dot product times ``scale``, by default D^-½) may add a soft cap and biases; ``sinks_H``
-    are learnable logits of a key without value. The other options are ``AttentionOptions``'. ConfigError for what a
-    kernel, layout or mesh cannot do; ClusterError when a rank differs, dies or is too late."""
+    are learnable logits of a key without value. The other options are those of ``AttentionOptions``. Raise ConfigError
+    if a kernel, layout or mesh does not support the call; ClusterError if a rank differs, dies or is too late."""
     options = AttentionOptions(kernel, transport, communication_dtype, deterministic, products)
     if scores is not None and scale is not None:
         raise ConfigError(f"scale={scale} is given twice: leave it out, scores.scale={scores.scale} is the one.")
@@ -79,14 +79,14 @@ def attend_planned(
     sinks_H: Tensor | None = None,
     recompute_cache: RecomputeCache | None = None,
 ) -> Tensor:
-    """``attend`` by a plan on which the ranks have agreed; ``scores`` are those of its shapes."""
+    """Compute ``attend`` by a plan on which the ranks have agreed; ``scores`` are those of its shapes."""
     B, t = q_BtHD.shape[:2]
     scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
     q, k, v = plan.as_shard(q_BtHD, k_BtKD, v_BtKV)
     plan.shapes.check_call(q, sinks_H)
     mine = plan.heads.query_heads
     call = _Call(plan, scores.of_heads(mine.start, mine.stop), recompute_cache)
-    # The whole table is the function's input: autograd sees tensors among a function's arguments alone.
+    # The full table is an input of the function: autograd sees only the tensors among a function's arguments.
     table_NH = None
     if scores.relative_bias is not None:
         table_NH = scores.relative_bias.table_NH
@@ -96,7 +96,7 @@ def attend_planned(
 
 @dataclass(frozen=True)
 class _Call:
-    """What forward and backward of one attention call have in common."""
+    """State shared by the forward and backward of one attention call."""
 
     plan: ContextParallelPlan
     scores: Scores
@@ -105,10 +105,10 @@ class _Call:
 
 
 class _Attention(torch.autograd.Function):
-    """Rows to heads, the KV blocks, heads to rows; and the way back.
+    """Autograd function: rows to heads, attention over KV blocks, heads to rows; and the reverse in backward.
 
-    Without a recompute cache what the kernel saw is kept for backward. With one (the layer is recomputed) q, k and v
-    come as the recomputation makes them and are traded for heads again in backward, so that recomputing sends nothing.
+    Without a recompute cache the kernel's inputs are kept for backward. With one (the layer is recomputed) q, k and v
+    are those of the recomputation and are traded for heads again in backward, so that recomputing sends nothing.
     """
 
     @staticmethod
@@ -130,7 +130,7 @@ class _Attention(torch.autograd.Function):
             out_heads, lse = apply_sinks(out_heads, lse, sinks[heads.query_heads])
         out_heads = out_heads.to(q.dtype)
         out = heads.to_rows(out_heads)
-        # With a cache q, k and v are rows that recomputation makes anyway; saved heads would be memory on top.
+        # With a cache q, k and v are rows that recomputation makes anyway; saved heads would take extra memory.
         if cache is None:
             ctx.save_for_backward(q_heads, k_heads, v_heads, out_heads, lse, sinks)
         else:
@@ -164,10 +164,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _whole_heads(mine: Tensor, heads: HeadExchange) -> Tensor:
-    """This rank's heads [..., h] among all heads [..., H], the others 0."""
+    """Return this rank's heads [..., h] among all heads [..., H], with zeros for the others."""
     if heads.mesh.ulysses == 1:
         return mine
-    # Zeros for the others: gradients of parameters are summed over ranks, and each head has one rank that knows it.
+    # Zeros for the others: gradients of parameters are summed over ranks, and one rank has each head's.
     shape = list(mine.shape)
     shape[-1] = heads.num_heads
     whole = mine.new_zeros(shape)
@@ -176,7 +176,7 @@ def _whole_heads(mine: Tensor, heads: HeadExchange) -> Tensor:
 
 
 def _attend_blocks(call: _Call, q_BnHD: Tensor, k_BnKD: Tensor, v_BnKV: Tensor) -> PartialResult:
-    """Output and log-sum-exp over all KV blocks, merged in float32 (log-sum-exps in float64)."""
+    """Return output and log-sum-exp over all KV blocks, merged in float32 (log-sum-exps in float64)."""
     kernel_forward = partial(call.plan.kernel.forward, scores=call.scores)
 
     def compute(block: KVBlock) -> PartialResult:
@@ -189,9 +189,9 @@ def _attend_blocks(call: _Call, q_BnHD: Tensor, k_BnKD: Tensor, v_BnKV: Tensor) 
 def _attend_blocks_backward(
     call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Gradients:
-    """Gradients of this rank's rows and heads, and of the bias table, summed over all KV blocks.
+    """Return the gradients of this rank's rows and heads, and of the bias table, summed over all KV blocks.
 
-    dQ stays on this rank and is summed here; dK and dV are the transport's, which returns them to their owners.
+    dQ stays on this rank and is summed here; dK and dV go to the transport, which returns them to their owners.
     """
     kernel_backward = partial(call.plan.kernel.backward, scores=call.scores)
     dq: Tensor | None = None

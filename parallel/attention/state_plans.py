@@ -1,6 +1,6 @@
-"""Plans of layers that pass states on, of a batch and of a cache's chunk: which segments give a state, which take one.
+"""Plans of layers that pass states on, of a batch and of a cache's chunk: the segments that give or take a state.
 
-What a state is, and how it travels, is the affair of the kind of layer (``linear``, ``gated_delta``).
+The kind of layer (``linear``, ``gated_delta``) defines the states and how they are sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parallel.schedule.states import Open, StatePlan
 
 @dataclass(frozen=True, eq=False)
 class StatesOfBatch:
-    """Which states of a batch travel, and this rank's segments, in every layer of one kind of one forward pass."""
+    """States of a batch that are sent, and this rank's segments, for all layers of one kind in one forward pass."""
 
     mesh: Mesh
     """The ranks that share this batch's sequence."""
@@ -38,9 +38,9 @@ class StatesOfBatch:
 
     @classmethod
     def build(cls, states: StatePlan, mesh: Mesh, shapes: AttentionShapes, *, what: str) -> Self:
-        """Return the plan for these shapes, of the kind of layer called ``what``. Collective.
+        """Build the plan for these shapes, for the kind of layer called ``what``. Collective.
 
-        ConfigError on every rank if one has a problem, ClusterError if ranks differ or one is too late.
+        Raise ConfigError on every rank if one has a problem, ClusterError if ranks differ or one is too late.
         """
         problem = degree_problem(states.layout, mesh)
         if problem is None:
@@ -53,7 +53,7 @@ class StatesOfBatch:
 
 @dataclass(frozen=True, eq=False)
 class StatesOfChunk:
-    """This rank's segments of a cache's chunk, and which states of it travel."""
+    """Segments of a cache's chunk on this rank, and the states of it that are sent."""
 
     mesh: Mesh
     states: StatePlan | None
@@ -65,9 +65,9 @@ class StatesOfChunk:
 
     @classmethod
     def build(cls, mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh, *, what: str) -> Self:
-        """Return the plan of a chunk. Collective, but for single tokens.
+        """Build the plan of a chunk. Collective, except for single tokens.
 
-        ConfigError on every rank if one has a problem, ClusterError if ranks differ or one is too late.
+        Raise ConfigError on every rank if one has a problem, ClusterError if ranks differ or one is too late.
         """
         problem = chunk_problem(mask, shapes, placement, mesh)
         plan = None
@@ -85,10 +85,10 @@ class StatesOfChunk:
 
 @dataclass(frozen=True)
 class CoreOfStates(CoreOverRanks):
-    """The core of layers that pass states on; none of the options changes it.
+    """Core of layers that pass states on; none of the options changes it.
 
-    Ranks that split heads in other layers (``parallel.ulysses``) hold rows of their own here as any others do: states
-    are so small that trading rows for heads would only add to what travels.
+    Ranks that split heads in other layers (``parallel.ulysses``) hold their own rows here, as all others do: states are
+    so small that trading rows for heads would only add communication.
     """
 
     what: ClassVar[str]
@@ -98,7 +98,7 @@ class CoreOfStates(CoreOverRanks):
 
     @classmethod
     def check_layout(cls, layout: str, ring_degree: int) -> None:
-        """ConfigError if single tokens are dealt to several ranks."""
+        """Raise ConfigError if single tokens are dealt to several ranks."""
         if layout == "striped" and ring_degree > 1:
             raise ConfigError(
                 f"parallel.layout='striped' deals single tokens to ranks, and {cls.why_not_striped}.\n"
@@ -108,7 +108,7 @@ class CoreOfStates(CoreOverRanks):
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> StatesOfBatch | StatesOfChunk:
-        """Return the states of the mask's documents or of a cache's chunk, on which the ranks agree. Collective."""
+        """Build the states of the mask's documents or of a cache's chunk, on which the ranks agree. Collective."""
         if shapes.cached_tokens is not None:
             return StatesOfChunk.build(mask, shapes, placement, self.mesh, what=self.what)
         layout = placement or build_layout(self.layout, self.mesh, mask)
@@ -117,18 +117,18 @@ class CoreOfStates(CoreOverRanks):
 
 
 def no_backward(_: Tensor) -> Callable[[], Tensor]:
-    """Refuse the backward half of an exchange over a cache."""
+    """Raise NotImplementedError: an exchange over a cache has no backward half."""
     raise NotImplementedError("attention over a cache has no backward pass")
 
 
 def _told(what: str, shapes: AttentionShapes) -> str:
-    """What ranks compare, and name if it differs."""
+    """Return the text that ranks compare, and show if it differs."""
     heads = f"{shapes.num_heads}/{shapes.num_kv_heads} heads of {shapes.head_dim} (values {shapes.value_dim})"
     return f"{what}, {shapes.batch} × {heads}, {shapes.dtype}"
 
 
 def _of_chunk(placement: ChunkPlacement, mesh: Mesh) -> tuple[StatePlan | None, Segments]:
-    """Return the states of a chunk, and this rank's segments. ConfigError if the layout deals single tokens.
+    """Return the states of a chunk, and this rank's segments. Raise ConfigError if the layout deals single tokens.
 
     Every segment gives and takes: the cached state enters the first one, too, and the last one's leaves.
     """
@@ -140,7 +140,7 @@ def _of_chunk(placement: ChunkPlacement, mesh: Mesh) -> tuple[StatePlan | None, 
         return None, Segments(PackedDocuments.of([0, placement.num_tokens]), takes=takes, gives=(0,))
     states = StatePlan.build(placement.layout)
     every = tuple(tuple(_every_segment(states, rank)) for rank in range(mesh.context))
-    # One more is wanted, of all that there is: the state after the chunk.
+    # One more state is wanted, over all segments: the one after the chunk.
     end = Open(document=0, start=placement.num_tokens, segment=-1)
     wanted = tuple((*of_rank, end) for of_rank in every)
     own = tuple(x.segment for x in every[mesh.context_rank])
@@ -149,11 +149,11 @@ def _of_chunk(placement: ChunkPlacement, mesh: Mesh) -> tuple[StatePlan | None, 
 
 
 def _every_segment(states: StatePlan, rank: int) -> list[Open]:
-    """All segments of a rank, by their first token."""
+    """Return all segments of a rank, by their first token."""
     found: list[Open] = []
     row, ends = 0, states.ends[rank]
     for run in states.layout.rank_runs(rank):
-        # Runs that adjoin are one segment: then no segment begins at this row.
+        # Adjacent runs are one segment: then no segment begins at this row.
         if row in ends[:-1]:
             found.append(Open(document=0, start=run.start, segment=ends.index(row)))
         row += run.count

@@ -1,1 +1,1 @@
-"""A step's numbers, computed again on another rank: products, attention, updates."""
+"""Audit of a step's numbers, recomputed on another rank: products, attention, updates."""

@@ -1,7 +1,7 @@
-"""AdamW's update of a range of weights: as the optimiser has made it, and made again.
+"""AdamW's update of a range of weights: as the optimiser computed it, and recomputed.
 
-The update is one formula for every value, so a range of a tensor has the bits that it has within the whole one.
-``is_elementwise`` looks whether that holds on a machine: a kernel may treat the end of a range in another way.
+The update is the same formula for every value, so a range of a tensor gets the same bits as within the full tensor.
+``is_elementwise`` checks this on a machine: a kernel may treat the end of a range differently.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _TENSORS = 7
 
 
 class UpdateCapture:
-    """Within its block, one range of what an optimiser updates is copied before and after."""
+    """Context manager that copies one range of an optimiser's update, before and after it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, chance: Random, limit_bytes: int) -> None:
-        """``chance`` draws the range; copies take at most ``limit_bytes``."""
+        """Draw the range by ``chance``; copies take at most ``limit_bytes``."""
         self._optimizer, self._chance, self._limit = optimizer, chance, limit_bytes
         self._seen = 0
         self._drawn: tuple[Tensor, slice, dict[str, Any], list[Copied]] | None = None
@@ -37,7 +37,7 @@ class UpdateCapture:
         self.start = 0
 
     def __enter__(self) -> UpdateCapture:
-        # Hooks of PyTorch's optimiser, which every ZeRO stage calls at last: gradients are summed and clipped by then.
+        # Hooks of PyTorch's optimiser, which every ZeRO stage calls last: gradients are summed and clipped by then.
         self._hooks = [
             self._optimizer.register_step_pre_hook(self._before),
             self._optimizer.register_step_post_hook(self._after),
@@ -49,7 +49,7 @@ class UpdateCapture:
             hook.remove()
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Stage 3 updates sub-group after sub-group, a call each: one of all of them is drawn, each as likely.
+        # Stage 3 updates one sub-group after another, with a call each: one of them is drawn, all equally likely.
         self._drawn = None
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -63,7 +63,7 @@ class UpdateCapture:
         count = min(p.numel(), max(1, self._limit // (_TENSORS * p.element_size())))
         start = self._chance.randrange(p.numel() - count + 1)
         part, state = slice(start, start + count), optimizer.state.get(p) or {}
-        # Before the first step there are none, which AdamW takes for zeros.
+        # Before the first step there are no moments; AdamW starts from zeros.
         moments = [state.get(name, torch.zeros_like(p)) for name in _MOMENTS]
         step = state.get("step", torch.tensor(0.0))
         tensors = [p, p.grad]
@@ -75,17 +75,17 @@ class UpdateCapture:
         self._drawn = (p, part, options, [Copied.of(x) for x in tensors])
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Another sub-group's update, or one of nothing.
+        # Another sub-group's update, or an empty one.
         if self._drawn is None:
             return
         (p, part, options, inputs), self._drawn = self._drawn, None
         state = optimizer.state[p]
         after = [p] + [state[name] for name in _MOMENTS]
         results = [x.detach().reshape(-1)[part].clone() for x in after]
-        # Every argument is a tensor; what matters is their number.
+        # Every argument is a tensor; only their number matters.
         args = take_apart([torch.empty(0)] * len(inputs), [])
         place = Place("update", f"AdamW of {part.stop - part.start} values", "", None, "")
-        # Which weights lie in the range is looked up later: names are the engine's.
+        # The names of the weights in the range are looked up later: the engine knows them.
         self.master, self.start = p, part.start
         self.sample = Sample(op=UPDATE, args=args, kwargs=options, inputs=inputs, outputs=results, place=place)
 
@@ -93,7 +93,7 @@ class UpdateCapture:
 def updated(
     master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, **options: Any
 ) -> list[Tensor]:
-    """Weights and moments after AdamW's step from these."""
+    """Return weights and moments after AdamW's step from these."""
     master.requires_grad_()
     master.grad = gradient
     # The same options and the same class as in the run (``Wrapping``).
@@ -105,7 +105,7 @@ def updated(
 
 
 def is_elementwise(device: torch.device) -> bool:
-    """Whether an update of parts, cut anywhere, has the bits of the whole one's."""
+    """Return whether an update of parts, cut anywhere, has the same bits as that of the full tensor."""
     # Longer than a thread's share of any kernel, with an end that fills no vector.
     count = 1 << 15 | 3
     values = [_numbers(count, seed, device) for seed in (1, 2, 3)]
@@ -133,7 +133,7 @@ def _update_of(values: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
 
 
 def _numbers(count: int, seed: int, device: torch.device) -> Tensor:
-    """Fixed numbers of many sizes, the same on every machine: whole ones are drawn, and halved exactly."""
+    """Return fixed numbers of many sizes, the same on every machine: integers are drawn, and halved exactly."""
     drawn = torch.Generator().manual_seed(seed)
     wholes = torch.randint(-(1 << 20), 1 << 20, (count,), generator=drawn)
     powers = torch.randint(18, 26, (count,), generator=drawn)

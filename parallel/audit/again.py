@@ -1,4 +1,4 @@
-"""A call made again, and its results as flat tensors."""
+"""Repetition of a call, and its results as flat tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from parallel.audit.sample import UPDATE, Sample
 
 
 def compute_again(sample: Sample, device: torch.device) -> list[Tensor]:
-    """The results of the sample's call, computed on this rank."""
-    # Memory of its own each time: a call may write to what it is given.
+    """Return the results of the sample's call, recomputed on this rank."""
+    # New memory each time: a call may write to its arguments.
     args, kwargs = sample.call(device)
-    # The call stood below autograd.
+    # The call was made below autograd.
     with torch.no_grad():
         if sample.op == UPDATE:
             return flat(updated(*args, **kwargs))
@@ -24,24 +24,24 @@ def compute_again(sample: Sample, device: torch.device) -> list[Tensor]:
 
 
 def operator(name: str) -> Callable[..., Any]:
-    """The operator of a name as ``name_of`` gives it."""
+    """Return the operator of a name given by ``name_of``."""
     namespace, rest = name.split("::")
     packet, overload = rest.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
 def name_of(function: Any) -> str:
-    """An operator by name and overload: ``aten::mm.default``."""
+    """Return the name and overload of an operator: ``aten::mm.default``."""
     return f"{function._schema.name}.{function._overloadname}"
 
 
 def flat(results: Any) -> list[Tensor]:
-    """Copies of all tensors of a result, flat."""
+    """Return flat copies of all tensors of a result."""
     return [x.detach().clone(memory_format=torch.contiguous_format).flatten() for x in tensors_in(results)]
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors of arguments or results, also of lists among them."""
+    """Yield the tensors of arguments or results, also those in lists and dicts."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, dict):

@@ -1,7 +1,7 @@
-"""Which ranks compute equal bits, and which of them look at which.
+"""Comparison of ranks: those that compute equal bits, and the auditors of each rank.
 
-Ranks compare what a few fixed computations give, and the names of their processors and libraries. Where all of that is
-equal, a result on one is to be that of another to the last bit.
+Ranks compare the results of a few fixed computations, and the names of their processors and libraries. If all of these
+are equal, a result on one rank must be that of another to the last bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHAPES = ((3, 5, 7), (64, 96, 80), (257, 130, 61), (16, 1025, 33))
 
 @dataclass(frozen=True)
 class Likeness:
-    """What a rank says of itself."""
+    """Description of a rank that others compare with their own."""
 
     host: str
     machine: str
@@ -45,13 +45,13 @@ class Likeness:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What ranks that compute equal bits have in common."""
+        """Key that is equal on ranks that compute equal bits."""
         return self.machine, self.results
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """Who makes a rank's calls again."""
+    """Auditors of a rank, which repeat its calls."""
 
     auditors: tuple[int, ...]
     exact: bool
@@ -59,19 +59,19 @@ class Assigned:
 
 
 def likeness(host: str, device: torch.device, dtype: torch.dtype, kernel: str) -> Likeness:
-    """This rank's."""
+    """Return the description of this rank."""
     # Twice: a rank that does not agree with itself has no bits to compare.
     first, second = (_fixed_results(device, dtype, kernel) for _ in range(2))
     return Likeness(host, _machine(device), first, first == second, is_elementwise(device))
 
 
 def assign(ranks: Sequence[Likeness]) -> list[Assigned]:
-    """The auditors of each rank, on other hosts where there are any."""
+    """Return the auditors of each rank, on other hosts if there are any."""
     order = _dealt([x.host for x in ranks])
     assigned: list[Assigned] = []
     for rank, mine in enumerate(ranks):
         others = _after(order, rank)
-        # The nearest ones, which is every rank's work in turn: each looks at two.
+        # The nearest ones, so that the work is shared: each rank audits two others.
         alike = [other for other in others if ranks[other].kind == mine.kind]
         if alike or not others:
             assigned.append(Assigned(tuple(alike[:_AUDITORS]), exact=True))
@@ -81,7 +81,7 @@ def assign(ranks: Sequence[Likeness]) -> list[Assigned]:
 
 
 def _dealt(hosts: Sequence[str]) -> list[int]:
-    """The ranks host by host in turn: neighbours are on different hosts, as far as that goes."""
+    """Return the ranks, taking hosts in turn: neighbours are on different hosts, as far as possible."""
     of_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         of_host.setdefault(host, []).append(rank)
@@ -90,13 +90,13 @@ def _dealt(hosts: Sequence[str]) -> list[int]:
 
 
 def _after(order: Sequence[int], rank: int) -> list[int]:
-    """All other ranks, from the one that follows on."""
+    """Return all other ranks, beginning with the next one."""
     place = order.index(rank)
     return list(order[place + 1 :]) + list(order[:place])
 
 
 def _machine(device: torch.device) -> str:
-    """What decides which instructions a library takes."""
+    """Return the properties that decide which instructions a library uses."""
     # Threads too: they divide sums among them.
     parts = [torch.__version__, str(torch.get_num_threads()), platform.machine()]
     if device.type == "cuda":
@@ -118,7 +118,7 @@ def _processor() -> str:
 
 
 def _fixed_results(device: torch.device, dtype: torch.dtype, kernel: str) -> str:
-    """A fingerprint of products and of attention."""
+    """Return a fingerprint of products and of attention."""
     found: list[Tensor] = []
     for n, k, m in _SHAPES:
         for of in dict.fromkeys((dtype, torch.float32)):
@@ -128,7 +128,7 @@ def _fixed_results(device: torch.device, dtype: torch.dtype, kernel: str) -> str
 
 
 def _attention(device: torch.device, dtype: torch.dtype, kernel: str) -> list[Tensor]:
-    """A kernel's results for a short sequence; none where it does not serve heads of 64."""
+    """Return a kernel's results for a short sequence; empty if it does not support heads of 64."""
     t, H, K, D = 96, 4, 2, 64
     try:
         name = choose_kernel(kernel, KernelRequest(device.type, dtype, D, H, K)).name
@@ -141,6 +141,6 @@ def _attention(device: torch.device, dtype: torch.dtype, kernel: str) -> list[Te
 
 
 def _numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Fixed numbers that are the same on every machine: whole ones, divided by a power of two."""
+    """Return fixed numbers that are the same on every machine: integers divided by a power of two."""
     drawn = torch.Generator().manual_seed(seed)
     return (torch.randint(-127, 128, shape, generator=drawn).float() / 64).to(dtype).to(device)

@@ -1,9 +1,9 @@
-"""``Auditor``: draws a call of a step, has other ranks make it again, and says who was wrong.
+"""``Auditor``: draws a call of a step, has other ranks repeat it, and names the rank that was wrong.
 
-    all ranks           draw alike: products, attention, or the update
+    all ranks           draw the same kind: products, attention, or the update
     each rank           copies one call of its own, of those that it makes in the step anyway
-    each rank           sends it to two others, makes its own again, and the two that came from others
-    all ranks           hear whether any two results differ
+    each rank           sends it to two others, repeats its own, and the two that came from others
+    all ranks           learn whether any two results differ
 
 Every rank is audited in the same step: the others would wait for one that is audited alone.
 """
@@ -45,7 +45,7 @@ Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
-    """What an auditor looks at."""
+    """Parts of a run that an auditor checks."""
 
     device: torch.device
     dtype: torch.dtype
@@ -60,10 +60,10 @@ class Audited:
 
 
 class Auditor:
-    """Audits the steps of a run. Every rank has one and calls it alike."""
+    """Auditor of a run's steps. Every rank has one, and all call it in the same order."""
 
     def __init__(self, audited: Audited, *, seed: int, every: int, rank: int, limit_bytes: int = LIMIT_BYTES) -> None:
-        """``every`` so many steps one is audited; 0 never."""
+        """Audit one of ``every`` steps; none if it is 0."""
         self._audited, self._seed, self._every, self._rank = audited, seed, every, rank
         self._limit = limit_bytes
         self._assigned: list[Assigned] = []
@@ -71,21 +71,21 @@ class Auditor:
         self._samples: list[Sample] = []
 
     def kind_of(self, step: int) -> Kind | None:
-        """What is looked at in a step; None in one that is not audited."""
+        """Return the kind of calls that a step audits; None if it is not audited."""
         if not self._every or step % self._every:
             return None
-        # By what all ranks know alike: they enter the same collectives.
+        # Drawn from values that all ranks share: they enter the same collectives.
         kinds: list[Kind] = [kind for kind in SHARES if kind != "update" or self._audited.optimizer is not None]
         return self._chance(step, -1).choices(kinds, [SHARES[kind] for kind in kinds])[0]
 
     @property
     def ranks(self) -> list[Likeness]:
-        """What the ranks said of themselves; empty before the first audit."""
+        """Descriptions of all ranks; empty before the first audit."""
         return self._ranks
 
     @property
     def assigned(self) -> list[Assigned]:
-        """Who audits whom; empty before the first audit."""
+        """Auditors of each rank; empty before the first audit."""
         return self._assigned
 
     def prepare(self) -> None:
@@ -97,7 +97,7 @@ class Auditor:
 
     @contextmanager
     def watching(self, step: int, *, update: bool) -> Iterator[None]:
-        """Copy a call of the step's forward and backward passes, or of its ``update``, if it is the audited part."""
+        """Copy a call of the step's forward and backward passes, or of its ``update``, if that is the audited part."""
         kind = self.kind_of(step)
         if kind is None or update != (kind == "update"):
             yield
@@ -110,7 +110,7 @@ class Auditor:
             self._samples = self._named(captured)
             return
         operators = operators_of(kind, self._audited.device.type)
-        # Freed before the next one is made: a step that was broken off may have left it.
+        # Freed before the next ones are made: an interrupted step may have left some.
         self._samples = []
         options = {"count": CALLS, "limit_bytes": self._limit // CALLS}
         with Capture(kind, operators, chance, name_of=self._weight_at, **options) as capture:
@@ -118,7 +118,7 @@ class Auditor:
         self._samples = capture.samples
 
     def settle(self, step: int, *, update: bool) -> list[Finding]:
-        """Have this part's call made again, and say what was wrong; the same on every rank. Collective."""
+        """Have other ranks repeat this part's calls, and return the findings; the same on every rank. Collective."""
         kind = self.kind_of(step)
         if kind is None or update != (kind == "update"):
             return []
@@ -136,28 +136,28 @@ class Auditor:
             for number, sample in of_victim.items()
         ]
         differs = any(x.own is not None for x in cases) or any(x.difference is not None for x in answers)
-        # A single number for all: what was found travels only where there is something.
+        # A single number for all: findings are gathered only if there are any.
         if not any_rank(differs):
             return []
         return _findings(gather_objects((cases, answers)))
 
     def _case(self, number: int, sample: Sample) -> Case:
-        """This rank's own second try."""
+        """Return this rank's own second try."""
         own, second = sample.own, ""
         if not sample.is_alone:
             again = compute_again(sample, self._audited.device)
             second = digest(again)
-            # Of a tile the rank has two results by itself; one that is found wrong already stays so.
+            # A tile was compared on this rank already; a difference found then is kept.
             own = own or self._differs(sample, again, is_exact=True)
         if sample.is_tile and sample.own is not None:
-            # The whole call was wrong, which says nothing of the tile.
+            # The full call was wrong, which says nothing about the tile.
             second = ""
         host = self._ranks[self._rank].host
         return Case(rank=self._rank, host=host, number=number, place=sample.place, own=own, second=second)
 
     def _answer(self, victim: int, number: int, sample: Sample) -> Answer:
         again = compute_again(sample, self._audited.device)
-        # Ranks of another kind have other bits, right or wrong: what counts is whether they differ by too much.
+        # Ranks of another kind have other bits, right or wrong: only a difference beyond rounding counts.
         found, seen = self._differs(sample, again, self._assigned[victim].exact), ""
         if self._assigned[victim].exact:
             seen = digest(again)
@@ -165,8 +165,8 @@ class Auditor:
         return Answer(rank=self._rank, host=host, of=victim, number=number, digest=seen, difference=found)
 
     def _differs(self, sample: Sample, again: list[Tensor], is_exact: bool) -> Difference | None:
-        """How the step's result differs from another one, by a bit or by more than rounding."""
-        # A part of an update has the bits of the whole only where AdamW treats each value alike.
+        """Return the difference of the step's result from another one, by a bit or by more than rounding."""
+        # A part of an update has the bits of the full one only if AdamW treats each value the same.
         if sample.op == UPDATE:
             is_exact = is_exact and all(x.updates for x in self._ranks)
         if is_exact:
@@ -174,7 +174,7 @@ class Auditor:
         return self._beyond_rounding(sample, again)
 
     def _beyond_rounding(self, sample: Sample, again: list[Tensor]) -> Difference | None:
-        """How a result differs from that of a rank of another kind; None of what has no bound."""
+        """Return the difference beyond rounding from the result of a rank of another kind; None if there is none."""
         inputs = [x.laid_out(self._audited.device) for x in sample.inputs]
         if sample.op == UPDATE:
             earlier = (inputs[0], inputs[2], inputs[3])
@@ -186,7 +186,7 @@ class Auditor:
         return outside(inputs[0], inputs[1], used.view(shape), again[0].view(shape))
 
     def _chance(self, step: int, rank: int) -> Random:
-        """Draws that depend on these alone; rank −1 is what all ranks draw alike."""
+        """Return a generator that depends only on these; rank −1 is for draws that all ranks share."""
         words = f"{self._seed} {step} {rank}".encode()
         return Random(int.from_bytes(blake2b(words, digest_size=8).digest(), "big"))
 
@@ -194,7 +194,7 @@ class Auditor:
         return _name_at(address, self._audited.weights())
 
     def _named(self, update: UpdateCapture) -> list[Sample]:
-        """The update's sample with the weights' name, where the range lies in one; none of a step left out."""
+        """Return the update's sample, named by the weight that has the range; empty if the step was skipped."""
         sample, master = update.sample, update.master
         if sample is None or master is None:
             return []
@@ -204,7 +204,7 @@ class Auditor:
 
 
 def _findings(of_ranks: Sequence[tuple[list[Case], list[Answer]]]) -> list[Finding]:
-    """What is wrong with any call of any rank."""
+    """Return the findings about all calls of all ranks."""
     found = []
     answers = [answer for _, from_rank in of_ranks for answer in from_rank]
     for cases, _ in of_ranks:
@@ -214,7 +214,7 @@ def _findings(of_ranks: Sequence[tuple[list[Case], list[Answer]]]) -> list[Findi
 
 
 def _name_at(address: int, named: Iterable[tuple[str, Tensor]]) -> str:
-    """The tensor that has this address in its memory; empty where none has."""
+    """Return the name of the tensor that has this address in its memory; empty if none has."""
     if not address:
         return ""
     for name, x in named:

@@ -1,4 +1,4 @@
-"""How two results of one computation differ: bit by bit, or by more than libraries round in another order."""
+"""Differences between two results of one computation: by any bit, or by more than rounding in another order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MANTISSA_BITS = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch
 
 
 class Difference(NamedTuple):
-    """Where the first of two results is another one than the second."""
+    """Difference of the first of two results from the second."""
 
     values: int
     """How many values differ."""
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
     """The first value that differs, in both results."""
 
     def describe(self) -> str:
-        """In words, for a message."""
+        """Return it in words, for a message."""
         bits = ", ".join(map(str, self.bits[:8]))
         if len(self.bits) > 8:
             bits += f" and {len(self.bits) - 8} more"
@@ -48,16 +48,16 @@ class Difference(NamedTuple):
 
 
 def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Difference | None:
-    """How flat tensors differ from those of the same shapes and dtypes; None where every bit is the same."""
+    """Return the difference of flat tensors from others of the same shapes and dtypes; None if all bits are equal."""
     assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in theirs]
     found: Difference | None = None
     total = sum(x.numel() for x in ours)
     for a, b in zip(ours, theirs, strict=True):
         if not a.numel():
             continue
-        # As whole numbers: NaN is equal to itself then, and −0 is not 0.
+        # As integers: NaN then equals itself, and −0 is not 0.
         flipped = _words(a) ^ _words(b)
-        # Where nothing differs nothing is counted: the usual case, over millions of values.
+        # If nothing differs, nothing is counted: the usual case, over millions of values.
         places = np.flatnonzero(flipped)
         if not len(places):
             continue
@@ -77,11 +77,11 @@ def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Difference |
 
 
 def outside(a_nK: Tensor, b_Km: Tensor, found_nm: Tensor, other_nm: Tensor) -> Difference | None:
-    """How two products of a and b differ where they differ by more than rounding; None where they do nowhere.
+    """Return the difference of two products of a and b by more than rounding; None if there is none.
 
     A dot product of K terms, summed in any order with unit roundoff u, is off by at most γ·Σ|a·b| with γ = K·u / (1 −
     K·u) (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, §3.1). Rounding it to its dtype adds half
-    a unit of that. Both results may be off by as much, in opposite directions.
+    a unit in the last place. Both results may be off by as much, in opposite directions.
     """
     terms = a_nK.shape[1]
     u = torch.finfo(accumulate_dtype(a_nK.dtype)).eps / 2
@@ -95,10 +95,10 @@ def outside(a_nK: Tensor, b_Km: Tensor, found_nm: Tensor, other_nm: Tensor) -> D
 
 
 def outside_update(before: Tensor, found: Tensor, other: Tensor) -> Difference | None:
-    """How two results of AdamW for one tensor differ where they differ by more than rounding.
+    """Return the difference of two results of AdamW for one tensor by more than rounding; None if there is none.
 
-    ``before`` is the tensor before the step. AdamW forms sums of products: each rounding is relative to the larger of
-    what a value was and what it is.
+    ``before`` is the tensor before the step. AdamW forms sums of products: each rounding is relative to the larger of a
+    value's old and new size.
     """
     u = torch.finfo(found.dtype).eps / 2
     sizes = torch.maximum(before.abs(), torch.maximum(found.abs(), other.abs())).double()
@@ -107,8 +107,8 @@ def outside_update(before: Tensor, found: Tensor, other: Tensor) -> Difference |
 
 
 def _beyond(bound: Tensor, found: Tensor, other: Tensor) -> Difference | None:
-    """The difference of the values that lie further apart than their bound."""
-    # Also where a comparison with NaN says neither.
+    """Return the difference of the values that are further apart than their bound; None if there are none."""
+    # A comparison with NaN is False: a value that is NaN in only one result counts as outside.
     is_inside = (found.double() - other.double()).abs() <= bound
     is_inside |= (found == other) | (found.isnan() & other.isnan())
     if bool(is_inside.all()):
@@ -120,7 +120,7 @@ def _beyond(bound: Tensor, found: Tensor, other: Tensor) -> Difference | None:
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
-    """A fingerprint of the bits."""
+    """Return a fingerprint of the bits."""
     state = blake2b(digest_size=16)
     for x in tensors:
         state.update(_words(x).tobytes())
@@ -140,7 +140,7 @@ def _positions(word: int) -> tuple[int, ...]:
 
 
 def _parts(positions: Sequence[int], dtype: torch.dtype) -> tuple[str, ...]:
-    """What bits at these positions are in a value of this dtype."""
+    """Return the names of the parts of this dtype's values at these bit positions."""
     mantissa, sign = _MANTISSA_BITS.get(dtype), 8 * dtype.itemsize - 1
     found = {}
     for n in positions:

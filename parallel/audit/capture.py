@@ -1,7 +1,7 @@
-"""``Capture``: sees every call of a step's operators, and copies a few that are drawn among them.
+"""``Capture``: sees every call of a step's operators, and copies a few that are drawn at random.
 
-It is a dispatch mode of PyTorch's: below autograd, so that it meets the products of the backward pass and of recomputed
-layers too; nothing of the model knows of it, and outside its block nothing costs anything.
+It is a dispatch mode of PyTorch: below autograd, so that it sees the products of the backward pass and of recomputed
+layers too. The model does not know of it, and outside its block it costs nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NameOf = Callable[[int], str]
 
 
 def operators_of(kind: Kind, device_type: str) -> frozenset[str]:
-    """The operators of a kind on such a device."""
+    """Return the operators of a kind on such a device."""
     found = OPERATORS[kind]
     if device_type == "cpu":
         found |= _ON_CPU[kind]
@@ -51,14 +51,14 @@ def operators_of(kind: Kind, device_type: str) -> frozenset[str]:
 
 
 class Capture(TorchDispatchMode):
-    """Within its block, ``count`` of all calls of some operators are copied, each as likely."""
+    """Dispatch mode that copies ``count`` of all calls of some operators, all equally likely."""
 
     def __init__(
         self, kind: Kind, operators: frozenset[str], chance: Random, *, count: int, limit_bytes: int, name_of: NameOf
     ) -> None:
-        """``chance`` draws the calls; what is copied of each takes at most ``limit_bytes``."""
+        """Draw the calls by ``chance``; the copies of each take at most ``limit_bytes``."""
         super().__init__()
-        # Functions, not methods: what was copied must go with this object, and not wait in a cycle.
+        # Functions, not methods: copies must be freed with this object, and not wait in a reference cycle.
         self._answer: Any = Capture._look
         if "torch._dynamo" in sys.modules:
             self._answer = torch.compiler.disable(Capture._look)
@@ -76,18 +76,18 @@ class Capture(TorchDispatchMode):
 
     @property
     def samples(self) -> list[Sample]:
-        """What was copied."""
+        """Copied calls."""
         return [sample for sample in self._places if sample is not None]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled regions stay compiled: the step computes what it computes without us."""
+        """Return True: compiled regions stay compiled, so that the step computes the same as without this mode."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Without PyTorch's own way to keep the compiler out of a mode: its first call imports the compiler, which
-        takes a run that compiles nothing a second and 70 MiB. Where it is loaded, ``__init__`` keeps it out."""
+        """Return False: PyTorch's own way to keep the compiler out of a mode imports the compiler in its first call,
+        which costs a run that compiles nothing a second and 70 MiB. If it is loaded, ``__init__`` keeps it out."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,8 +109,8 @@ class Capture(TorchDispatchMode):
         if self._unnamed is not None and self._unnamed[0] == node:
             self._name(self._unnamed[1], addresses)
         self.seen += 1
-        # Each as likely, without knowing how many will come: the n-th takes one of k places with probability k/n. Of n
-        # calls about k·(1 + ln n/k) are copied (Vitter 1985, algorithm R).
+        # All calls are equally likely, though their number is unknown: the n-th takes one of k places with probability
+        # k/n. Of n calls about k·(1 + ln n/k) are copied (Vitter 1985, algorithm R).
         drawn = self.seen - 1
         if drawn >= len(self._places):
             drawn = self._chance.randrange(self.seen)
@@ -152,11 +152,11 @@ class Capture(TorchDispatchMode):
         place = self._place(func, operands, node, weight)
         copied = None
         # The span: a part of a larger tensor is laid out again with the gaps between its rows.
-        # Before the call, which may write to what it reads.
+        # Before the call, which may write to its inputs.
         if sum(Layout.of(x).span_bytes for x in operands) <= self._limit:
             copied = [Copied.of(x) for x in operands]
         result = func(*args, **kwargs)
-        # The result's size is known only now; of a call that turns out too large the copies are dropped.
+        # The result's size is known only now; if a call turns out too large, its copies are dropped.
         num_bytes = sum(x.numel() * x.element_size() for x in (*operands, *tensors_in(result)))
         if copied is None or num_bytes > self._limit:
             self._places[number] = sample_of_large(
@@ -171,7 +171,7 @@ class Capture(TorchDispatchMode):
         return result
 
     def _place(self, func: Any, operands: Sequence[Tensor], node: Any, weight: str) -> Place:
-        # Within a node of autograd it is the backward pass, or a layer that is computed again for it.
+        # Within a node of autograd it is the backward pass, or a layer that is recomputed for it.
         phase, layer = "forward", None
         if node is not None:
             phase = "backward"
@@ -182,7 +182,7 @@ class Capture(TorchDispatchMode):
         return Place(self._kind, f"{func._schema.name} of {shapes}, {dtype}", phase, layer, weight)
 
     def _weight(self, addresses: Sequence[int]) -> str:
-        """The parameter that one of these operands is, or is a copy of."""
+        """Return the name of the parameter that one of these operands is, or is a copy of."""
         for address in addresses:
             found = self._name_of(address) or self._name_of(self._copies.get(address, 0))
             if found:

@@ -1,7 +1,7 @@
-"""Copies of a call's tensors that travel as bytes, and are laid out on another rank as they were.
+"""Copies of a call's tensors that are sent as bytes and keep their memory layout on another rank.
 
-A library may sum in another order where a matrix has other strides, or begins elsewhere between two cache lines. So a
-copy keeps both: the same call then gives the same bits.
+A library may sum in another order if a matrix has other strides, or another offset within a cache line. So a copy keeps
+both: the same call then gives the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LINE_BYTES = 64
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory."""
+    """Layout of a tensor in memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -31,17 +31,17 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Layout:
-        """That of a tensor."""
+        """Return the layout of a tensor."""
         return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.data_ptr() % _LINE_BYTES, x.device.type == "cpu")
 
     @property
     def distinct_shape(self) -> tuple[int, ...]:
-        """The shape without what an expanded axis repeats."""
+        """Shape with size 1 for expanded axes."""
         return tuple(1 if step == 0 else size for size, step in zip(self.shape, self.stride, strict=True))
 
     @property
     def span_bytes(self) -> int:
-        """From the first value to the last one, with whatever lies between."""
+        """Bytes from the first value to the last one, including gaps."""
         if 0 in self.shape:
             return 0
         steps = zip(self.shape, self.stride, strict=True)
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """A tensor's layout and its values."""
+    """Layout and values of a tensor."""
 
     layout: Layout
     values: Tensor
@@ -57,12 +57,12 @@ class Copied(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Copied:
-        """A copy of a tensor, on its device."""
+        """Return a copy of a tensor, on its device."""
         layout = Layout.of(x)
         return cls(layout, _distinct(x, layout).clone(memory_format=torch.contiguous_format).flatten())
 
     def laid_out(self, device: torch.device) -> Tensor:
-        """The tensor in memory of its own, with its strides and its place within a cache line.
+        """Return the tensor in memory of its own, with its strides and its offset within a cache line.
 
         ``device`` is that of the run.
         """
@@ -70,7 +70,7 @@ class Copied(NamedTuple):
         if layout.on_cpu:
             device = torch.device("cpu")
         buffer = torch.empty(layout.span_bytes + 2 * _LINE_BYTES, dtype=torch.uint8, device=device)
-        # What the allocator gives is aligned, and the original may not have been: a part of a flat buffer.
+        # The allocator's memory is aligned, and the original may not have been: a part of a flat buffer.
         start = (layout.phase - buffer.data_ptr()) % _LINE_BYTES
         x = buffer[start : start + layout.span_bytes].view(layout.dtype).as_strided(layout.shape, layout.stride)
         _distinct(x, layout).copy_(self.values.to(device).view(layout.distinct_shape))
@@ -78,20 +78,20 @@ class Copied(NamedTuple):
 
 
 def _distinct(x: Tensor, layout: Layout) -> Tensor:
-    """The tensor with one of each value that an expanded axis repeats."""
+    """Return the tensor with one of each value that an expanded axis repeats."""
     for dim, size in enumerate(layout.distinct_shape):
         x = x.narrow(dim, 0, size)
     return x
 
 
 class Slot(NamedTuple):
-    """The place of a tensor among the arguments of a call."""
+    """Place of a tensor among the arguments of a call."""
 
     number: int
 
 
 def take_apart(values: Any, tensors: list[Tensor]) -> Any:
-    """The arguments with a slot for each tensor; the tensors are appended to ``tensors``."""
+    """Return the arguments with a slot for each tensor; append the tensors to ``tensors``."""
     if isinstance(values, Tensor):
         tensors.append(values)
         return Slot(len(tensors) - 1)
@@ -103,7 +103,7 @@ def take_apart(values: Any, tensors: list[Tensor]) -> Any:
 
 
 def put_together(values: Any, tensors: Sequence[Tensor]) -> Any:
-    """The arguments with their tensors: the inverse of ``take_apart``."""
+    """Return the arguments with their tensors: the inverse of ``take_apart``."""
     if isinstance(values, Slot):
         return tensors[values.number]
     if isinstance(values, dict):
@@ -114,12 +114,12 @@ def put_together(values: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def joined_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return flat tensors end to end as bytes in the machine's memory."""
+    """Return flat tensors, concatenated as bytes in CPU memory."""
     return torch.cat([torch.empty(0, dtype=torch.uint8)] + [as_bytes(x.cpu()) for x in tensors])
 
 
 def from_bytes(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of ``joined_bytes``, which are flat and of the sizes and dtypes of ``like``."""
+    """Return the tensors of ``joined_bytes``, flat, with the sizes and dtypes of ``like``."""
     parts = data.split([x.nbytes for x in like])
-    # Copies: a part of the buffer may begin where no value of its dtype may.
+    # Copies: a part of the buffer may be unaligned for its dtype.
     return [part.clone().view(x.dtype) for part, x in zip(parts, like, strict=True)]

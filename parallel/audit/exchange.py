@@ -1,4 +1,4 @@
-"""Samples on their way to the ranks that compute them again."""
+"""Exchange of samples with the ranks that recompute them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from parallel.comm.world import gather_objects
 
 
 def exchange(samples: Sequence[Sample], assigned: Sequence[Assigned], rank: int) -> dict[int, dict[int, Sample]]:
-    """The samples that this rank is to compute again, by the rank whose they are and their number. Collective.
+    """Return the samples that this rank must recompute, by the rank that made the call and their number. Collective.
 
-    They travel through the machines' memory, also those of GPUs: a few times in a thousand steps.
+    They are sent through CPU memory, also those of GPUs: this happens a few times in a thousand steps.
     """
-    # What ranks of another kind cannot look at stays here.
+    # Samples that ranks of another kind cannot check stay here.
     sent = {n: x for n, x in enumerate(samples) if not x.is_alone and (assigned[rank].exact or x.is_bounded)}
-    # Everybody knows what comes, and from whom, before the first byte travels.
+    # Every rank knows the samples and their senders before the first byte is sent.
     headers: list[dict[int, Sample]] = gather_objects({n: x.without_values() for n, x in sent.items()})
     arriving = {
         victim: torch.empty(sum(x.nbytes for header in of_victim.values() for x in header.tensors), dtype=torch.uint8)
@@ -40,6 +40,6 @@ def exchange(samples: Sequence[Sample], assigned: Sequence[Assigned], rank: int)
 
 
 def _unpacked(headers: dict[int, Sample], data: torch.Tensor) -> dict[int, Sample]:
-    """The samples of one rank from their bytes."""
+    """Build the samples of one rank from their bytes."""
     values = iter(from_bytes(data, [x for header in headers.values() for x in header.tensors]))
     return {n: header.with_tensors([next(values) for _ in header.tensors]) for n, header in headers.items()}

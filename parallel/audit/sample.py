@@ -1,4 +1,4 @@
-"""``Sample``: one call of a step, with what it was given and what the step went on with."""
+"""``Sample``: one call of a step, with its arguments and the results that the step used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BOUNDED = ("aten::mm.default", "aten::mm.out")
 
 
 class Place(NamedTuple):
-    """Where in a step a call stands."""
+    """Place of a call in a step."""
 
     kind: Kind
     call: str
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     """The parameter that the call reads, or whose gradient or update it forms; empty where none is known."""
 
     def describe(self) -> str:
-        """In words, for a message."""
+        """Return it in words, for a message."""
         if self.kind == "update":
             return f"the optimiser's update of {self.weight or 'some weights'} ({self.call})"
         where = self.weight
@@ -52,7 +52,7 @@ _KINDS: dict[Kind, str] = {"product": "a product", "attention": "attention", "up
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One call; everything that it takes to make it again."""
+    """One call, with everything needed to repeat it."""
 
     op: str
     """The operator by name and overload, or ``UPDATE``."""
@@ -74,7 +74,7 @@ class Sample:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether ranks that compute other bits can look at it: a bound of its rounding is known."""
+        """True if ranks that compute other bits can check it: a bound of its rounding is known."""
         return self.op == UPDATE or self.op in _BOUNDED
 
     @property
@@ -83,15 +83,15 @@ class Sample:
         return [x.values for x in self.inputs] + list(self.outputs)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Sample:
-        """The same call with other ``tensors``."""
+        """Return the same call with other ``tensors``."""
         inputs = [x._replace(values=values) for x, values in zip(self.inputs, tensors, strict=False)]
         return replace(self, inputs=inputs, outputs=tensors[len(inputs) :])
 
     def without_values(self) -> Sample:
-        """What another rank has to know before the bytes come."""
+        """Return the sample without values, for another rank to know before the bytes come."""
         return self.with_tensors([x.to("meta") for x in self.tensors])
 
     def call(self, device: torch.device) -> tuple[Any, Any]:
-        """The arguments and keyword arguments, laid out as they were."""
+        """Return the arguments and keyword arguments, laid out as they were."""
         tensors = [x.laid_out(device) for x in self.inputs]
         return put_together(self.args, tensors), put_together(self.kwargs, tensors)

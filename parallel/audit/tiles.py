@@ -1,9 +1,9 @@
-"""A call that is too large to be sent: made again at once on the rank itself, and a part of it sent.
+"""A call that is too large to send: repeated at once on the rank itself, and a part of it sent.
 
-The rank makes the whole call twice and compares all bits: that finds a number that was wrong once. It then cuts a tile
+The rank makes the full call twice and compares all bits: this finds a number that was wrong once. It then cuts a tile
 out of a product, which every rank computes as a product of the tile's own shape, so that bits can be compared again:
-that finds a rank which is wrong each time. Between the tile and the same values of the step there is rounding, since
-libraries sum larger products in another order, so these two are compared within a bound.
+this finds a rank that is wrong each time. The tile and the same values of the step differ by rounding, since libraries
+sum larger products in another order, so these two are compared within a bound.
 
 Axes: n rows and m columns of a tile, K summed terms.
 """
@@ -32,9 +32,9 @@ _REPEATED = 4
 def sample_of_large(
     func: Any, args: Any, kwargs: Any, result: Any, place: Place, *, chance: Random, limit: int
 ) -> Sample | None:
-    """What is looked at of a call that has just been made; None of one that cannot be looked at.
+    """Return the sample of a call that has just been made; None if it cannot be audited.
 
-    ``limit`` is how many bytes a sample may take.
+    ``limit`` is the most bytes that a sample may take.
     """
     call = _repeatable(func, args, kwargs)
     if call is None:
@@ -50,10 +50,10 @@ def sample_of_large(
         if not is_repeated:
             return None
         return Sample(op="", args=[], kwargs={}, inputs=[], outputs=[], place=place, own=own, is_alone=True)
-    # Copies, which give the parts the layout that the other ranks will have.
+    # Copies give the parts the layout that the other ranks will have.
     inputs = [Copied.of(tile.rows_nK), Copied.of(tile.columns_Km)]
     computed_nm = torch.mm(inputs[0].laid_out(result.device), inputs[1].laid_out(result.device))
-    # On a GPU sums may be rounded in between, as its settings say, and the bound would not hold.
+    # On a GPU sums may be rounded in between, depending on its settings, and the bound would not hold.
     if own is None and tile.used_nm is not None and on_cpu(result):
         own = outside(tile.rows_nK, tile.columns_Km, tile.used_nm, computed_nm)
     n, m = computed_nm.shape
@@ -70,7 +70,7 @@ def sample_of_large(
 
 
 class _Tile(NamedTuple):
-    """A part of a product."""
+    """Part of a product."""
 
     rows_nK: Tensor
     columns_Km: Tensor
@@ -79,12 +79,12 @@ class _Tile(NamedTuple):
 
 
 def tile_side(terms: int, values: int) -> int:
-    """The largest s for which s·K + K·s + s² values are no more than these."""
+    """Return the largest s for which s·K + K·s + s² is at most ``values``; K is ``terms``."""
     return math.isqrt(terms * terms + values) - terms
 
 
 def _repeatable(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
-    """What makes the call once more; None where what it has read is gone, because it wrote to it."""
+    """Return a function that repeats the call; None if the call has overwritten its inputs."""
     if func._schema.name == "aten::mm" and func._overloadname == "out":
         return partial(torch.mm, *args)
     if func._schema.is_mutable:
@@ -93,7 +93,7 @@ def _repeatable(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
 
 
 def _cut(func: Any, args: Any, result: Any, chance: Random, limit: int) -> _Tile | None:
-    """A tile of a product; None of anything else, and where one row and one column are too long."""
+    """Return a tile of a product; None for other calls, and if one row and one column are too long."""
     name, used = func._schema.name, result
     if name == "aten::addmm":
         args, used = args[1:], None
@@ -106,7 +106,7 @@ def _cut(func: Any, args: Any, result: Any, chance: Random, limit: int) -> _Tile
     if name == "aten::bmm":
         batch = chance.randrange(len(a))
         a, b, used = a[batch], b[batch], result[batch]
-    # Square: the most values of the result for the bytes that travel.
+    # Square: the most values of the result for the bytes that are sent.
     side = tile_side(a.shape[1], limit // a.element_size())
     if side < 1:
         return None
@@ -123,8 +123,8 @@ def _range(size: int, most: int, chance: Random) -> slice:
 
 
 def _difference(used: list[Tensor], again: list[Tensor]) -> Difference | None:
-    """How results differ, without copies of equal ones."""
-    # NaN is unequal to itself: then the bits are looked at.
+    """Return the difference of results, without copies of equal ones."""
+    # NaN is unequal to itself: then the bits are compared.
     if all(torch.equal(a, b) for a, b in zip(used, again, strict=True)):
         return None
     return difference(flat(used), flat(again))

@@ -1,4 +1,4 @@
-"""What several ranks found out about one call, and who was wrong."""
+"""Verdict on one call, from the results of several ranks, and the rank that was wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel.audit.sample import Place
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A rank's own call, and what it found when it made it once more."""
+    """A rank's own call, and the result of its repetition on that rank."""
 
     rank: int
     host: str
@@ -26,7 +26,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What another rank found when it made the call."""
+    """Result of another rank that repeated the call."""
 
     rank: int
     host: str
@@ -42,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A wrong number."""
+    """Wrong number, and the ranks that may have computed it."""
 
     place: Place
     of: int
@@ -57,11 +57,11 @@ class Finding:
 
     @property
     def is_named(self) -> bool:
-        """Whether it is known which rank was wrong."""
+        """True if it is known which rank was wrong."""
         return len(self.suspects) == 1
 
     def describe(self, step: int) -> str:
-        """The first lines of the message that ends the run."""
+        """Return the first lines of the message that ends the run."""
         if self.is_named:
             who = f"rank {self.suspects[0]} on {self.hosts[0]} computed a wrong number in step {step}"
         else:
@@ -71,10 +71,10 @@ class Finding:
 
 
 def judge(case: Case, answers: Sequence[Answer]) -> Finding | None:
-    """What is wrong with a call; None where all that made it agree.
+    """Return the finding about a call; None if all ranks that made it agree.
 
-    Two results that are equal outvote a third. A rank's own second result counts like that of another one: what is
-    wrong once is seldom wrong twice in the same way.
+    Two equal results outvote a third. A rank's own second result counts like one of another rank: a fault seldom gives
+    the same wrong result twice.
     """
     disagreeing = [answer for answer in answers if answer.difference is not None]
     if not disagreeing:
@@ -82,14 +82,14 @@ def judge(case: Case, answers: Sequence[Answer]) -> Finding | None:
     difference = disagreeing[0].difference
     assert difference is not None
     if len(disagreeing) < len(answers):
-        # Another rank got what the step went on with.
+        # Another rank got the step's result.
         return _finding(
             case,
             difference,
             disagreeing,
             f"{_agreeing(case, answers)}, rank {disagreeing[0].rank} alone got another one.",
         )
-    # No answer agrees with the step. Whether they agree with one another says who is alone.
+    # No answer agrees with the step. Their agreement with one another tells which rank is alone.
     others = {answer.digest for answer in answers}
     names = _ranks(answers)
     everyone: list[Case | Answer] = [case]
@@ -119,7 +119,7 @@ def judge(case: Case, answers: Sequence[Answer]) -> Finding | None:
 
 
 def _of_own(case: Case, answers: Sequence[Answer]) -> Finding | None:
-    """What is wrong where no other rank says so."""
+    """Return the finding if only the rank's own second result differs, otherwise None."""
     if case.own is None:
         return None
     if answers and case.second:

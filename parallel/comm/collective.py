@@ -1,4 +1,4 @@
-"""A collective that fails says what was under way."""
+"""Collectives with errors that name the operation under way."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _SHOWN = 8
 
 
 def named_collective(action: Callable[[], T], doing: str, ranks: Sequence[int] = ()) -> T:
-    """Return what ``action`` returns; ClusterError that says what this rank was doing if communication fails.
+    """Return the result of ``action``; raise ClusterError that names this rank's operation if communication fails.
 
-    ``ranks`` are those that it works with, if ``doing`` does not say so.
+    ``ranks`` are the ranks involved, if ``doing`` does not name them.
     """
-    # ``spans.waiting`` unfolded: this runs at each hop of each layer.
+    # ``spans.waiting`` inlined: this runs at each hop of each layer.
     before, DOING.wait = DOING.wait, doing
     DOING.count += 1
     try:
         return action()
     except RuntimeError as error:
-        # A device that has failed, or is full, may say so here first.
+        # A device that has failed, or is full, may raise its error here first.
         if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
             raise
-        # gloo and NCCL name neither what was sent nor to whom; the first line of theirs is the cause.
+        # Errors of gloo and NCCL name neither the data nor the receiver; their first line is the cause.
         raise ClusterError(
             f"rank {dist.get_rank()} {doing}{_among(ranks)} ({DOING.place()}): {str(error).splitlines()[0]}\n"
             "A rank that it works with died or did not answer in time (run.timeout_seconds); its own log says why."
@@ -42,7 +42,7 @@ def named_collective(action: Callable[[], T], doing: str, ranks: Sequence[int] =
 
 
 def _among(ranks: Sequence[int]) -> str:
-    """The ranks of a group, for a message."""
+    """Return the ranks of a group as text, for a message."""
     if not ranks:
         return ""
     names = ", ".join(map(str, ranks[:_SHOWN]))

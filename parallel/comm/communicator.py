@@ -1,8 +1,8 @@
-"""``Communicator``: what ranks send one another within a training step, and the one place that knows how it is done.
+"""``Communicator``: all communication between ranks within a training step.
 
-Every call marks what the rank waits for, so that a hang can be named; names what was under way if it fails; and, if
-ranks compare sums of their messages, notes the sums of what leaves and of what arrives, under the same identity on both
-sides. Receivers and senders are global ranks, as torch has them.
+Every call marks the operation that the rank waits for, so that a hang can be named; names that operation if it fails;
+and, if ranks compare sums of their messages, notes the sums of sent and received messages, under the same identity on
+both sides. Receivers and senders are global ranks, as in torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_TENSORS = 4
 
 @dataclass
 class Pending:
-    """Tensors under way."""
+    """Tensors under way between ranks."""
 
     received: tuple[Tensor, ...] = ()
     """Buffers that are being filled; not to be read before ``wait`` returns."""
@@ -44,7 +44,7 @@ class Pending:
     """What is to be noted there: the tensors of each message."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Return what has arrived. ClusterError if a rank is gone or too late."""
+        """Wait, and return the received tensors. Raise ClusterError if a rank is gone or too late."""
         named_collective(self._wait, self.doing, self.ranks)
         self.sent = ()
         if self.arrival is not None:
@@ -57,10 +57,10 @@ class Pending:
 
 
 class Communicator:
-    """Collectives of a training step. ClusterError, which says what was under way, if one fails."""
+    """Collectives of a training step. They raise ClusterError, which names the operation under way, if one fails."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
-        """With a ``ledger`` sums are noted of every message that has a kind."""
+        """With a ``ledger``, note the sums of every message that has a kind."""
         self.ledger = ledger
 
     def send_recv(
@@ -95,7 +95,7 @@ class Communicator:
     def all_gather(
         self, x: Tensor, group: ProcessGroup, *, doing: str, kind: Kind | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """The tensor of every rank, of one shape on all: [ranks, …], in the order of the group, into ``out`` if any."""
+        """Gather tensors of one shape from all ranks: [ranks, …], in the order of the group, into ``out`` if any."""
         (pending,) = self.start_all_gather(x, group=group, doing=doing, kind=kind, out=out, is_async=False)
         return pending.wait()[0]
 
@@ -111,7 +111,7 @@ class Communicator:
     ) -> tuple[Pending, ...]:
         """Start to gather tensors of every rank, each of one shape on all: [ranks, …], in the order of the group.
 
-        They are waited for in their order, each by itself; to a ledger they are one message.
+        Each is waited for by itself, in their order; a ledger counts them as one message.
         """
         ranks, started = members(group), []
         tensors = tuple(x.contiguous() for x in tensors)
@@ -137,7 +137,7 @@ class Communicator:
         kind: Kind | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """What ``start_all_to_all`` receives, once it has arrived; in ``out`` if any."""
+        """Return the tensor that ``start_all_to_all`` receives, once it has arrived; in ``out`` if given."""
         pending = self.start_all_to_all(sent, group, doing=doing, counts=counts, kind=kind, out=out, is_async=False)
         return pending.wait()[0]
 
@@ -153,9 +153,10 @@ class Communicator:
         out: Tensor | None = None,
         is_async: bool = True,
     ) -> Pending:
-        """Start to send every rank its part of ``sent``, and to receive its part for this one, in the group's order.
+        """Start to send every rank its part of ``sent``, and to receive this rank's part from each, in the group's
+        order.
 
-        Parts are rows: as many as ``counts`` says are sent to each rank, and received from it; without, equally many.
+        Parts are rows: ``counts`` has the numbers sent to each rank, and received from it; without it all are equal.
         """
         ranks, received = members(group), out
         to_send, to_receive = (list(of_ranks) for of_ranks in counts or ((), ()))
@@ -167,7 +168,7 @@ class Communicator:
         if self.ledger is not None and kind is not None:
             if counts is None:
                 to_send = to_receive = [len(sent) // len(ranks.ranks)] * len(ranks.ranks)
-            # What stays on this rank is copied by the collective and sent by nobody.
+            # This rank's own part is copied by the collective and not sent.
             leaving = zip(ranks.others, ranks.of_others(sent.split(to_send)), strict=True)
             by_rank = {receiver: [part] for receiver, part in leaving}
             pending.arrival = self.ledger.post(kind, by_rank, ranks.others, layer=layer)
@@ -175,18 +176,18 @@ class Communicator:
         return pending
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, *, doing: str, largest: bool = False) -> Tensor:
-        """Sum ``x`` over the ranks, or take the largest of each value, in place; returns it."""
+        """Sum ``x`` over the ranks, or take the largest of each value, in place; return it."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         named_collective(lambda: dist.all_reduce(x, op, group), doing, members(group).ranks)
         return x
 
     def broadcast(self, x: Tensor, source: int, group: ProcessGroup, *, doing: str) -> Tensor:
-        """Set ``x`` to what the rank ``source`` has there, in place; returns it."""
+        """Set ``x`` to the tensor of the rank ``source``, in place; return it."""
         named_collective(lambda: dist.broadcast(x, source, group), doing, members(group).ranks)
         return x
 
     def gather(self, x: Tensor, group: ProcessGroup, *, doing: str) -> list[Tensor] | None:
-        """The tensor of every rank, of one shape on all, on the group's first rank; None on the others."""
+        """Gather a tensor of one shape from every rank, on the group's first rank; return None on the others."""
         ranks, parts = members(group), None
         if ranks.own == 0:
             parts = [torch.empty_like(x) for _ in ranks.ranks]
@@ -194,13 +195,13 @@ class Communicator:
         return parts
 
     def broadcast_object(self, value: Any, source: int, group: ProcessGroup, *, doing: str) -> Any:
-        """The value of the rank ``source``."""
+        """Return the value of the rank ``source``."""
         holder = [value]
         named_collective(lambda: dist.broadcast_object_list(holder, source, group), doing, members(group).ranks)
         return holder[0]
 
     def gather_objects(self, value: Any, group: ProcessGroup, *, doing: str) -> list[Any]:
-        """Every rank's value, in the order of the group."""
+        """Return every rank's value, in the order of the group."""
         ranks = members(group).ranks
         values: list[Any] = [None] * len(ranks)
         named_collective(lambda: dist.all_gather_object(values, value, group), doing, ranks)
@@ -210,7 +211,7 @@ class Communicator:
 def _started(
     start: Callable[[], dist.Work | None], received: Tensor, sent: Tensor, doing: str, ranks: Sequence[int]
 ) -> Pending:
-    """Call ``start``, whose collective may return a work to wait for; without one it was waited for."""
+    """Call ``start`` and return its pending collective; without a work to wait for, it has completed already."""
     work = named_collective(start, doing, ranks)
     works = ()
     if work is not None:

@@ -1,12 +1,12 @@
-"""Process groups: all of them are made here, with the run's time-out, and are warmed when they are made.
+"""Process groups: all of them are created here, with the run's time-out, and are warmed when they are created.
 
-**Time-out.** Every group has that of the world group, which is ``run.timeout_seconds``. torch gives a group that is
-made without one its own default of 10 or 30 minutes.
+**Time-out.** Every group has that of the world group, which is ``run.timeout_seconds``. A group that is created without
+one gets torch's default of 10 or 30 minutes.
 
-**Warm.** The first collective of a group is a tiny sum that all its ranks enter together. NCCL makes its communicator
-in the first call, and leaves undefined what happens when that is a batch of sends that ranks enter at different hops.
+**Warm.** The first collective of a group is a tiny sum that all its ranks enter together. NCCL creates its communicator
+in the first call, and its behaviour is undefined if that is a batch of sends that ranks enter at different hops.
 
-**Control.** One more group of all ranks, for CPU tensors, has the patience of a day: a rank waits there for another one
+**Control.** One more group of all ranks, for CPU tensors, has a time-out of a day: a rank waits there for another one
 that hashes, converts, saves or evaluates.
 """
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a group, this one among them."""
+    """Ranks of a group, including this one."""
 
     ranks: tuple[int, ...]
     """Their numbers in the world, in the order of the group."""
@@ -37,11 +37,11 @@ class Members:
 
     @cached_property
     def others(self) -> tuple[int, ...]:
-        """All but this rank."""
+        """All ranks but this one."""
         return tuple(self.of_others(self.ranks))
 
     def of_others(self, parts: Sequence[T]) -> list[T]:
-        """The parts of the other ranks among those of all."""
+        """Return the parts of the other ranks, out of the parts of all."""
         return [part for place, part in enumerate(parts) if place != self.own]
 
 
@@ -51,36 +51,36 @@ PATIENCE = timedelta(hours=24)
 
 @dataclass(frozen=True)
 class _Control:
-    """The control group, and the world that it belongs to."""
+    """Control group, and the world that it belongs to."""
 
     world: ProcessGroup
     group: ProcessGroup
 
 
-# Beside torch's own world group, for the same reason: there is one in a process.
+# Global, as torch's own world group is: there is one per process.
 _control: _Control | None = None
 
 
 @lru_cache(maxsize=64)
 def members(group: ProcessGroup) -> Members:
-    """The ranks of a group that this rank is in."""
+    """Return the ranks of a group that this rank is in."""
     return Members(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
 
 
 def control_group() -> ProcessGroup:
-    """The group of all ranks, for CPU tensors, in which a rank may be hours late. Collective when it is made."""
+    """Return the group of all ranks for CPU tensors, in which a rank may be hours late. Collective if it is created."""
     global _control
     world = world_group()
     if _control is None or _control.world is not world:
         group = make_group(range(world.size()), backend="gloo")
-        # Only now: ranks that do not come to make the group are not waited for.
+        # Only now: the creation must not wait that long for ranks that do not come.
         distributed_c10d._set_pg_timeout(PATIENCE, group)
         _control = _Control(world, group)
     return _control.group
 
 
 def own_group(parts: Sequence[Sequence[int]], *, backend: str | None = None) -> ProcessGroup | None:
-    """This rank's group among ``parts``, which are all ranks; None where a rank would be alone. Collective.
+    """Return this rank's group among ``parts``, which cover all ranks; None if it would be alone. Collective.
 
     The group is for tensors of the run's device unless ``backend`` says otherwise.
     """
@@ -91,9 +91,9 @@ def own_group(parts: Sequence[Sequence[int]], *, backend: str | None = None) -> 
 
 
 def make_group(ranks: Sequence[int], *, backend: str | None = None) -> ProcessGroup:
-    """A warm group of these ranks. Every one of them, and no other, calls this; all make their groups in one order."""
-    # torch's default has every rank call for every group of the world. Here a rank calls for its own alone. torch names
-    # such a group by its ranks and by how many groups the caller has: each axis of a mesh gives every rank one.
+    """Create a warm group of these ranks. Exactly these ranks call it, and all create their groups in one order."""
+    # By torch's default every rank calls for every group of the world. Here a rank calls only for its own. torch names
+    # such a group by its ranks and by the number of the caller's groups: each axis of a mesh gives every rank one.
     group = dist.new_group(
         list(ranks),
         timeout=world_timeout(),
@@ -106,7 +106,7 @@ def make_group(ranks: Sequence[int], *, backend: str | None = None) -> ProcessGr
 
 
 def warm(group: ProcessGroup) -> None:
-    """Enter a first collective, for all ranks of the group alike. Collective."""
+    """Run a first collective, which all ranks of the group enter. Collective."""
     device = torch.device("cpu")
     if "cuda:nccl" in str(dist.get_backend_config(group)):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -115,10 +115,10 @@ def warm(group: ProcessGroup) -> None:
 
 @contextmanager
 def groups_of_library() -> Iterator[None]:
-    """Give the groups that a library makes within the block the run's time-out, and warm them. Collective."""
+    """Give the groups that a library creates within the block the run's time-out, and warm them. Collective."""
     before = set(distributed_c10d._world.pg_map)
     yield
-    # In the order in which they were made, which is the same on all ranks of a group.
+    # In the order in which they were created, which is the same on all ranks of a group.
     for group in list(distributed_c10d._world.pg_map):
         if group not in before:
             distributed_c10d._set_pg_timeout(world_timeout(), group)
@@ -126,30 +126,30 @@ def groups_of_library() -> Iterator[None]:
 
 
 def world_timeout() -> timedelta:
-    """How long collectives of the world group wait."""
-    # torch has no question for it; every world group of a run has gloo for CPU tensors.
+    """Return the time-out of collectives of the world group."""
+    # torch has no function for it; every world group of a run has gloo for CPU tensors.
     options = world_group()._get_backend(torch.device("cpu")).options
     if options is None:
-        # torch's fake groups, by which a step is traced, wait for nobody.
+        # torch's fake groups, with which a step is traced, never wait.
         return distributed_c10d.default_pg_timeout
     return options._timeout
 
 
 def device_backend() -> str:
-    """What tensors of the run's device travel by: NCCL where the world has it, else gloo."""
-    # NCCL alone: what ranks compare on the CPU has groups of its own, and gloo opens a connection to every member.
+    """Return the backend for tensors of the run's device: NCCL if the world has it, else gloo."""
+    # NCCL only: comparisons on the CPU have their own groups, and gloo opens a connection to every member.
     if "cuda:nccl" in str(dist.get_backend_config()):
         return "nccl"
     return "gloo"
 
 
 def forget_groups() -> None:
-    """Forget the control group and who is in which, once torch has destroyed them."""
+    """Forget the control group and the members of all groups, once torch has destroyed them."""
     global _control
     _control = None
     members.cache_clear()
 
 
 def world_group() -> ProcessGroup:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return cast(ProcessGroup, dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Values that ranks leave for rank 0, which looks for them when it has time: nobody waits for anybody."""
+"""Values that ranks leave for rank 0, which reads them when it has time: no rank waits for another."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 
 class Mailbox:
-    """JSON values under numbers, in the store by which the ranks met."""
+    """JSON values under numbers, in the store through which the ranks met."""
 
     def __init__(self, name: str) -> None:
-        """The mailbox of this name, which is the same on every rank."""
+        """Open the mailbox of this name, which is the same on every rank."""
         self._store = dist.PrefixStore(name, _get_default_store())
 
     def leave(self, number: int, value: Any) -> None:
@@ -21,11 +21,11 @@ class Mailbox:
         self._store.set(f"{number}", json.dumps(value))
 
     def has(self, number: int) -> bool:
-        """Whether the number's value is there."""
+        """Return whether the number's value is there."""
         return self._store.check([f"{number}"])
 
     def take(self, number: int) -> Any:
-        """The number's value, which waits until it is there; it is gone afterwards."""
+        """Wait for the number's value, remove it and return it."""
         value = json.loads(self._store.get(f"{number}"))
         self._store.delete_key(f"{number}")
         return value

@@ -1,4 +1,4 @@
-"""Starting and ending the process group, from the environment the DeepSpeed launcher sets."""
+"""Start and end of the process group, from the environment that the DeepSpeed launcher sets."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def start_process_group(
     device: torch.device | None = None,
     traces: Path | None = None,
 ) -> None:
-    """Join the process group, or make a group of one when no launcher started this process.
+    """Join the process group, or create a group of one if no launcher started this process.
 
-    CPU tensors travel by gloo, those on a GPU, where ``device`` is one, by NCCL. From here on the failure of one rank
-    ends all, and so does one that hangs: then each rank writes its stacks into the folder ``traces``, and NCCL its last
-    collectives.
+    CPU tensors are sent by gloo, and if ``device`` is a GPU, its tensors by NCCL. From here on a rank that fails ends
+    all ranks, and so does one that hangs: then each rank writes its stacks into the folder ``traces``, and NCCL its
+    last collectives.
 
-    ClusterError when the ranks do not meet within ``meet_seconds``, or when their code differs.
+    Raise ClusterError if the ranks do not meet within ``meet_seconds``, or if their code differs.
     """
     if "RANK" not in os.environ:
         os.environ.update(_LONE_PROCESS, MASTER_PORT=str(_free_port()))
     choose_gloo_interface()
-    # Ranks of one machine divide its cores; with all cores each they would wait for one another.
+    # Ranks of one machine share its cores; with all cores each, they would wait for one another.
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     torch.set_num_threads(threads or _threads_per_process())
     rank, world_size = environment_rank()
-    # torch 2.13 renames collectives that torch 2.11 has under their old names alone: each rank would say so.
+    # torch 2.13 renames collectives that torch 2.11 has only under their old names: each rank would warn.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
-        # gloo beside NCCL: what ranks compare before they compute lies on the CPU.
+        # gloo and NCCL: the tensors that ranks compare before they compute are on the CPU.
         backend = "cpu:gloo,cuda:nccl"
         if device is None or device.type == "cpu":
             backend = "gloo"
@@ -80,7 +80,7 @@ def start_process_group(
             start_watch(store, options)
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        # The first call on every group is one that all ranks enter alike, also on the world's.
+        # The first call on every group, also on the world's, is one that all ranks enter.
         warm(world_group())
         control_group()
     except (RuntimeError, ValueError, OSError) as error:
@@ -89,14 +89,14 @@ def start_process_group(
             f"{meeting_host()}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}\n"
             "Check that every host of the hostfile reaches that address, and that the port is free (--master_port)."
         )
-        # Rank 0 knows who is missing and not why: where it did not get there, one rank of each machine says so, too.
+        # Rank 0 knows which ranks are missing, but not why: without a watch, one rank of each machine reports it, too.
         if watching() is None and rank != 0 and os.environ.get("LOCAL_RANK", "0") in ("0", str(rank)):
             say(f"ClusterError: {text}")
         raise ClusterError(text) from error
 
 
 def stop_process_group() -> None:
-    """Leave the process group, if there is one. For ranks that are done: after an error NCCL may wait here for ever."""
+    """Leave the process group, if any. Only for ranks that are done: after an error NCCL may wait here forever."""
     if dist.is_initialized():
         dist.destroy_process_group()
         forget_groups()
@@ -105,12 +105,12 @@ def stop_process_group() -> None:
 
 @contextmanager
 def process_group(*, timeout_seconds: float, device: torch.device, traces: Path | None = None) -> Iterator[None]:
-    """Be one of the ranks that a launcher started, within the block. A process that is alone needs no group.
+    """Be one of the launcher's ranks within the block. A single process needs no group.
 
     An error that leaves the block ends the process (``launcher/cluster/exit.py``), which does not leave the group
     first: on NCCL that would wait for kernels that wait for this rank.
     """
-    # Ranks of a test have their group already.
+    # Ranks of a test have a group already.
     starts = environment_rank()[1] > 1 and not dist.is_initialized()
     if starts:
         start_process_group(timeout_seconds=timeout_seconds, device=device, traces=traces)
@@ -120,7 +120,7 @@ def process_group(*, timeout_seconds: float, device: torch.device, traces: Path 
 
 
 def _threads_per_process() -> int:
-    """The machine's cores divided by its ranks."""
+    """Return the machine's cores divided by its ranks."""
     return max(1, (os.cpu_count() or 1) // (ranks_of_machine() or 1))
 
 
@@ -131,10 +131,10 @@ def _free_port() -> int:
 
 
 def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store: rank 0 has it, and returns at once; the others when they reach it.
+    """Return the store: rank 0 hosts it and returns at once; the others return when they reach it.
 
-    OSError if that takes longer than ``timeout`` (twice that if a stranger answers nothing), or if rank 0 cannot have
-    the port.
+    Raise OSError if that takes longer than ``timeout`` (twice that if another program listens and does not answer), or
+    if rank 0 cannot have the port.
     """
     host, port = meeting_host(), int(os.environ["MASTER_PORT"])
     if rank != 0:
@@ -142,10 +142,10 @@ def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     is_master = rank == 0 and not is_agents_store()
 
     def build() -> dist.TCPStore:
-        # Without a wait for all ranks: that would end by a time-out which tells nobody who is missing.
+        # No wait for all ranks: it would end by a time-out that does not name the missing ones.
         options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
         if is_master:
-            # By itself the store listens on every interface; whoever reaches it may write into it.
+            # By default the store listens on every interface; anyone who reaches it may write into it.
             options["master_listen_fd"] = listen(host, port).detach()
         return dist.TCPStore(host, port, world_size, is_master=is_master, timeout=timeout, **options)
 
@@ -161,8 +161,8 @@ def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _within(build: Callable[[], dist.TCPStore], seconds: float) -> dist.TCPStore:
-    """The store that ``build`` returns. OSError where it takes longer than so many seconds."""
-    # torch waits without a limit for the first answer of whoever listens, which may be another program.
+    """Return the store that ``build`` returns. Raise OSError if it takes longer than so many seconds."""
+    # torch waits without a limit for the listener's first answer, and the listener may be another program.
     found: list[dist.TCPStore | BaseException] = []
 
     def act() -> None:
@@ -184,8 +184,8 @@ def _within(build: Callable[[], dist.TCPStore], seconds: float) -> dist.TCPStore
 
 
 def _reach(host: str, port: int, seconds: float) -> None:
-    """Return once something listens there. OSError where nothing does within so many seconds."""
-    # Before torch looks for it, which says on half a screen of C++ that it does not find it.
+    """Return once something listens there. Raise OSError if nothing does within so many seconds."""
+    # Before torch looks for it: torch's error is half a screen of C++.
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -1,6 +1,6 @@
-"""What all ranks of a run agree on: exceptions, values, objects.
+"""Agreement of all ranks of a run: on exceptions, values, objects.
 
-Other than within a training step, a rank may be hours late here, while it hashes, converts, saves or evaluates; one
+Unlike within a training step, a rank may be hours late here, while it hashes, converts, saves or evaluates; one
 that dies ends the wait at once. A process without a group is the only rank.
 """
 
@@ -23,30 +23,30 @@ T = TypeVar("T")
 
 
 def own_rank() -> int:
-    """This rank's number; 0 if there is no group."""
+    """Return this rank's number; 0 if there is no group."""
     if not dist.is_initialized():
         return 0
     return dist.get_rank()
 
 
 def num_ranks() -> int:
-    """How many ranks the run has; 1 if there is no group."""
+    """Return the number of ranks; 1 if there is no group."""
     if not dist.is_initialized():
         return 1
     return dist.get_world_size()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum over all ranks, in place, in time for the step. Collective."""
+    """Sum over all ranks, in place, with the time-out of a step. Collective."""
     if num_ranks() > 1:
         named_collective(lambda: dist.all_reduce(values), "adding up over all ranks")
     return values
 
 
 def agree_or_raise(problem: LongCtxError | None) -> None:
-    """Raise on every rank when any rank met a problem: its own where it has one, else that of the first. Collective.
+    """Raise on every rank if any rank met a problem: its own if it has one, else that of the first. Collective.
 
-    A failure of one rank ends all of them alike, where it would leave the others waiting in a collective.
+    A failure of one rank then ends all of them, instead of leaving the others waiting in a collective.
     """
     own: tuple[str, str] | None = None
     if problem is not None:
@@ -62,7 +62,7 @@ def agree_or_raise(problem: LongCtxError | None) -> None:
 
 
 def on_every_rank(action: Callable[[], T]) -> T:
-    """What ``action`` returns, once it has succeeded on all ranks; its LongCtxError on all when it failed on any."""
+    """Return the result of ``action`` once all ranks succeeded; raise its LongCtxError on all if it failed on any."""
     problem, result = None, None
     try:
         result = action()
@@ -73,7 +73,7 @@ def on_every_rank(action: Callable[[], T]) -> T:
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
-    """What ``action`` returns on rank 0, on every rank, however long it takes; its LongCtxError on all. Collective."""
+    """Return on every rank the result of ``action`` on rank 0, or raise its LongCtxError; no time limit. Collective."""
     if not dist.is_initialized():
         return action()
     problem, result = None, None
@@ -94,7 +94,7 @@ def meet_patiently() -> None:
 
 
 def any_rank(value: bool) -> bool:
-    """Whether it holds on any rank; ranks may be hours late. Collective."""
+    """Return whether ``value`` is true on any rank; ranks may be hours late. Collective."""
     if not dist.is_initialized():
         return value
     found = torch.tensor([int(value)])
@@ -104,7 +104,7 @@ def any_rank(value: bool) -> bool:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value, on every rank; ranks may be hours late. Collective."""
+    """Return every rank's value, on every rank; ranks may be hours late. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -114,9 +114,9 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def least_of_ranks(numbers: Sequence[int]) -> list[int]:
-    """The least of each number over all ranks, on every rank; quicker than ``gather_objects``. Collective.
+    """Return the least of each number over all ranks, on every rank; faster than ``gather_objects``. Collective.
 
-    Ranks may be hours late, as rank 0 is that commits the last checkpoint to a slow disk.
+    Ranks may be hours late, such as rank 0 while it commits the last checkpoint to a slow disk.
     """
     least = torch.tensor(numbers, dtype=torch.int64)
     if dist.is_initialized():
@@ -126,7 +126,7 @@ def least_of_ranks(numbers: Sequence[int]) -> list[int]:
 
 
 def gather_on_rank_0(value: Any) -> list[Any]:
-    """Every rank's value on rank 0, and nothing on the others; ranks may be hours late. Collective."""
+    """Return every rank's value on rank 0, and an empty list on the others; ranks may be hours late. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = None
@@ -138,7 +138,7 @@ def gather_on_rank_0(value: Any) -> list[Any]:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank; rank 0 may be hours late. Collective."""
+    """Return rank 0's value, on every rank; rank 0 may be hours late. Collective."""
     if not dist.is_initialized():
         return value
     holder = [value]

@@ -41,23 +41,23 @@ _DOING = {
 
 
 class ReplicatedExperts(TokenDispatcher):
-    """All experts are on this rank, which holds a shard of the sequence."""
+    """Dispatcher with all experts on this rank, which holds a shard of the sequence."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
     def gather(self, values_NX: Tensor) -> Tensor:
-        """[P, …]: these of every rank of the sequence, by context rank; as many on each."""
+        """Gather these values of all ranks of the sequence, [P, …], by context rank; equally many on each."""
         return _gather_over_context(self.mesh, values_NX)
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """Each rank of the mesh's expert group holds as many consecutive experts of a layer."""
+    """Dispatcher over the mesh's expert group: each rank holds equally many consecutive experts of a layer."""
 
     is_distributed = True
 
     def __init__(self, mesh: Mesh, num_experts: int) -> None:
-        """ConfigError when the ranks do not divide the experts."""
+        """Raise ConfigError if the number of ranks does not divide the number of experts."""
         if num_experts % mesh.expert:
             raise ConfigError(
                 f"parallel.expert={mesh.expert} does not divide model.num_experts={num_experts}.\n"
@@ -68,19 +68,19 @@ class AllToAllDispatcher(TokenDispatcher):
         self.local_experts = slice(first, first + self.experts_per_rank)
 
     def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
-        """Agree on how much is sent: one exchange among the ranks, and one wait for the device, for all tiles."""
-        # Buffers need sizes on the CPU. Asking for them tile by tile would stop the device once a tile.
+        """Agree on the amounts to send: one exchange among the ranks, and one wait for the device, for all tiles."""
+        # Buffers need sizes on the CPU. Asking for them tile by tile would stop the device once per tile.
         counts_tp2 = torch.stack([self._counts(experts_Nk[tile]) for tile in tiles])
         send_pt2 = counts_tp2.transpose(0, 1).contiguous()
         recv_pt2 = self.mesh.comm.all_to_all(
             send_pt2, self._group, doing="telling how many tokens it sends to experts", kind=Kind.COUNTS
         )
         sizes = self.read_sizes(torch.stack((send_pt2, recv_pt2)).transpose(1, 2), tiles)
-        # Backward sends by these sizes too, and does not say of which layer they are.
+        # Backward uses these sizes too, and does not know their layer.
         return [of_tile._replace(layer=DOING.layer) for of_tile in sizes]
 
     def read_sizes(self, counts_2tp2: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
-        """The sizes of every tile from [sent or received, tile, rank, tokens or assignments]. Waits for the device."""
+        """Return each tile's sizes from [sent or received, tile, rank, tokens or assignments]. Waits for the device."""
         send, recv = counts_2tp2.tolist()
         return [
             DispatchSizes(
@@ -92,7 +92,7 @@ class AllToAllDispatcher(TokenDispatcher):
         ]
 
     def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
-        """The handle of one tile: which tokens are sent to which rank."""
+        """Return the handle of one tile: the tokens that are sent to each rank."""
         is_sent_pn = self._is_sent(experts_nk)
         # nonzero by rank, then by token; its size is known, so the device is not asked to count.
         sent_U = torch.nonzero_static(is_sent_pn.flatten(), size=sum(sizes.send_counts)).squeeze(-1)
@@ -100,13 +100,13 @@ class AllToAllDispatcher(TokenDispatcher):
         return _Handle(self, experts_nk, sizes, rank_U=sent_U // num_tokens, token_U=sent_U % num_tokens)
 
     def of_replicated(self) -> TokenDispatcher:
-        """A dispatcher that sends no token: each rank computes the part of its own experts."""
+        """Return a dispatcher that sends no token: each rank computes the part of its own experts."""
         if self.mesh.expert == 1:
             return self
         return ReplicatedTokens(self.mesh, self.experts_per_rank, self.local_experts)
 
     def gather(self, values_NX: Tensor) -> Tensor:
-        """[P, …]: these of every rank of the sequence, by context rank; as many on each."""
+        """Gather these values of all ranks of the sequence, [P, …], by context rank; equally many on each."""
         return _gather_over_context(self.mesh, values_NX)
 
     @property
@@ -115,14 +115,14 @@ class AllToAllDispatcher(TokenDispatcher):
         return self.mesh.expert_group
 
     def _is_sent(self, experts_nk: Tensor) -> Tensor:
-        """Whether a token is sent to a rank, which is where it has any of its experts, [p, n]."""
+        """Return a mask of the tokens sent to each rank, [p, n]: those with any of their experts there."""
         rank_nk = experts_nk.div(self.experts_per_rank, rounding_mode="floor")
         is_sent = rank_nk.new_zeros(self.mesh.expert + 1, len(rank_nk), dtype=torch.bool)
-        # An id of −1 (no expert) is on rank −1, which the remainder makes one more rank that is cut off.
+        # An id of −1 (no expert) is on rank −1, which the remainder maps to one extra rank that is cut off.
         return is_sent.scatter_(0, rank_nk.T % (self.mesh.expert + 1), True)[:-1]
 
     def _counts(self, experts_nk: Tensor) -> Tensor:
-        """For each rank the tokens that it is sent, and their assignments to its experts, [p, 2]."""
+        """Count for each rank the tokens that it is sent, and their assignments to its experts, [p, 2]."""
         p = self.mesh.expert
         rank_R = experts_nk.div(self.experts_per_rank, rounding_mode="floor").flatten() % (p + 1)
         assignments = rank_R.new_zeros(p + 1).scatter_add_(0, rank_R, torch.ones_like(rank_R))
@@ -144,7 +144,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
 
 class _Handle(DispatchHandle):
-    """One tile's tokens among the ranks of an expert group."""
+    """Handle of one tile's tokens among the ranks of an expert group."""
 
     def __init__(
         self, dispatcher: AllToAllDispatcher, experts_nk: Tensor, sizes: DispatchSizes, rank_U: Tensor, token_U: Tensor
@@ -159,11 +159,11 @@ class _Handle(DispatchHandle):
     def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         experts_per_rank = self.dispatcher.experts_per_rank
         gates_Uk = gates_nk.index_select(0, self.token_U)
-        # Ids among the receiver's own experts; its other experts are somebody else's, and become −1.
+        # Ids among the receiver's own experts; a token's other experts are on other ranks, and become −1.
         ids_Uk = self.experts_nk.index_select(0, self.token_U) - self.rank_U[:, None] * experts_per_rank
         is_there = (ids_Uk >= 0) & (ids_Uk < experts_per_rank)
         ids_Uk = ids_Uk.where(is_there, -1).to(_IDS)
-        # Side by side in bytes: one message instead of two.
+        # Concatenated as bytes: one message instead of two.
         both = torch.cat((rows_as_bytes(gates_Uk), rows_as_bytes(ids_Uk)), dim=1)
         gates_bytes, dtype = both.shape[1] - _IDS.itemsize * ids_Uk.shape[1], gates_nk.dtype
         return Arriving(self._send_out(both, Kind.CHOICES), lambda arrived: _gates_and_ids(arrived, gates_bytes, dtype))
@@ -185,29 +185,29 @@ class _Handle(DispatchHandle):
 
 @dataclass
 class Arriving(Generic[T]):
-    """Messages on their way, and what is made of them."""
+    """Messages under way, and the function that is applied to them when they arrive."""
 
     messages: PendingExchange
     finish: Callable[[Tensor], T]
 
     def wait(self) -> T:
-        """Return it. ClusterError if a rank is gone or too late."""
+        """Wait for the messages and return the result. Raise ClusterError if a rank is gone or too late."""
         (arrived,) = self.messages.wait()
         return self.finish(arrived)
 
 
 def _gates_and_ids(both: Tensor, gates_bytes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gates, and ids among the experts here, which lie side by side in bytes."""
+    """Return gates, and ids among the experts here, from rows that hold both as bytes."""
     gates, ids = both.split((gates_bytes, both.shape[1] - gates_bytes), dim=1)
-    # Copied, for "contiguous" leaves the strides of an empty part as they are.
+    # Copied, since "contiguous" leaves the strides of an empty part as they are.
     gates, ids = (part.clone(memory_format=torch.contiguous_format) for part in (gates, ids))
     return gates.view(dtype), ids.view(_IDS)
 
 
 def sum_over_ranks(results_UX: Tensor, token_U: Tensor, send_counts: Sequence[int], choices: torch.Size) -> Tensor:
-    """What each rank made of tokens, always added in the order of the ranks: a token's results one after another.
+    """Sum the ranks' results for each token, one after another, always in the order of the ranks.
 
-    ``choices`` are the tokens, and the experts of each.
+    ``choices`` has the number of tokens, and of experts per token.
     """
     num_tokens, experts_per_token = choices
     # A token has results of at most as many ranks as it has experts.
@@ -217,26 +217,26 @@ def sum_over_ranks(results_UX: Tensor, token_U: Tensor, send_counts: Sequence[in
 
 
 def sum_by_rank(results_UX: Tensor, token_U: Tensor, num_tokens: int, send_counts: Sequence[int]) -> Tensor:
-    """Each token's results added up rank by rank, [n, X] in the accumulation dtype; one call a rank."""
+    """Add each token's results rank by rank, [n, X] in the accumulation dtype; one call per rank."""
     sums = results_UX.new_zeros((num_tokens, *results_UX.shape[1:]), dtype=accumulate_dtype(results_UX.dtype))
     for token, results in zip(token_U.split(send_counts), results_UX.split(send_counts), strict=True):
-        # One rank returns every token once, so no two additions of a call meet: the order is that of the ranks.
+        # One rank returns every token once, so a call adds to a token only once: the order is that of the ranks.
         sums.index_add_(0, token, results.to(sums.dtype))
     return sums
 
 
 def sum_by_turn(results_UX: Tensor, token_U: Tensor, num_tokens: int, most: int) -> Tensor:
-    """The same, to the bit, in one call for each token's first result, one for its second, and so on to ``most``.
+    """Compute ``sum_by_rank``, to the bit, by a call for all tokens' first results, one for the second, up to ``most``.
 
-    Many ranks would be many calls, most of them for a few tokens each.
+    With many ranks, one call per rank would be many calls, most of them for few tokens.
     """
     num_results = len(token_U)
-    # Sorted by token, and within one by rank: a result's place less that of its token's first one is its turn.
+    # Sorted by token, and within one by rank: a result's turn is its place less that of its token's first result.
     token_sorted_U, order_U = torch.sort(token_U, stable=True)
     firsts_n = torch.searchsorted(token_sorted_U, torch.arange(num_tokens, device=token_U.device))
     places_U = torch.arange(num_results, device=token_U.device)
     turn_U = places_U - firsts_n[token_sorted_U]
-    # A token without a result in some turn takes the row of zeros behind the last result: no size depends on routing.
+    # A token without a result in some turn takes the row of zeros after the last result: no size depends on routing.
     result_mn = token_U.new_full((most, num_tokens), num_results)
     result_mn[turn_U, token_sorted_U] = order_U
     padded_UX = torch.cat((results_UX, results_UX.new_zeros(1, *results_UX.shape[1:])))

@@ -16,12 +16,12 @@ from parallel.mesh import Mesh
 
 
 class ReplicatedTokens(TokenDispatcher):
-    """The tokens are with their experts already; what ranks made of them is gathered and added in their order."""
+    """Dispatcher of tokens that all ranks have: their experts' results are gathered and added in rank order."""
 
     is_distributed = True
 
     def __init__(self, mesh: Mesh, experts_per_rank: int, local_experts: slice) -> None:
-        """ConfigError where ranks that share experts have other sequences."""
+        """Raise ConfigError if ranks that share experts have different sequences."""
         if mesh.context % mesh.expert:
             raise ConfigError(
                 f"parallel.expert={mesh.expert} ranks share experts, but only parallel.context={mesh.context} ranks a "
@@ -31,12 +31,12 @@ class ReplicatedTokens(TokenDispatcher):
         self.mesh, self.experts_per_rank, self.local_experts = mesh, experts_per_rank, local_experts
 
     def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
-        """The handle of one tile."""
+        """Return the handle of one tile."""
         return _Handle(self, experts_nk)
 
 
 class _Handle(DispatchHandle):
-    """One tile's tokens, the same on every rank."""
+    """Handle of one tile's tokens, which are the same on every rank."""
 
     def __init__(self, dispatcher: ReplicatedTokens, experts_nk: Tensor) -> None:
         super().__init__(experts_nk)
@@ -58,7 +58,7 @@ class _Handle(DispatchHandle):
             doing="gathering what experts made of tokens that all ranks have",
             kind=Kind.REPLICATED_SUMS,
         )
-        # An own loop and no sum(0): the same bits on every rank and in every run.
+        # A loop instead of sum(0): the same bits on every rank and in every run.
         total = gathered[0].to(accumulate_dtype(gathered.dtype))
         for part in gathered[1:]:
             total = total + part

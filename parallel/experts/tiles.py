@@ -1,4 +1,4 @@
-"""How many tokens are dispatched to experts at a time, where nobody says it."""
+"""Default number of tokens that are dispatched to experts at a time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ _TILE_TOKENS = 4096
 
 
 def default_tile_tokens(device_type: str, degree: int) -> int:
-    """What ``parallel.expert_tile_tokens = "auto"`` is for experts over ``degree`` ranks; 0 is all tokens at once.
+    """Return ``parallel.expert_tile_tokens`` for "auto" and experts over ``degree`` ranks; 0 is all tokens at once.
 
     One tile leaves the all-to-all exposed. On a CPU messages and products share the cores, and larger products win.
     """
-    # Experts that are all here wait for no message.
+    # If all experts are on this rank, there is no message to wait for.
     if device_type == "cuda" and degree > 1:
         return _TILE_TOKENS
     return 0

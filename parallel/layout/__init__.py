@@ -1,4 +1,4 @@
-"""Which token lives on which rank. Pure: index arithmetic without tensors of their own and without processes."""
+"""Placement of tokens on ranks. Pure: index arithmetic, without tensors of its own and without processes."""
 
 from parallel.layout.sequence import SequenceLayout
 

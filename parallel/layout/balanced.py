@@ -1,18 +1,20 @@
-"""Packed documents assigned to ring ranks: equal tokens, even attention, few rows that travel, few runs.
+"""Assignment of packed documents to ring ranks: equal tokens, even attention, few rows to send, few runs.
 
-Of a document, a ring rank receives the tokens before its own last one, less its own. All ranks together own all tokens,
-so the rows that travel are Σ prefix − tokens, over every (rank, document), where prefix counts the document's tokens up
-to the rank's last one. A document on one rank therefore costs nothing, and a cut at token x of a document costs x rows,
-whichever rank takes the head. Work wants the opposite: the last tokens of a long document must be spread. If attention
-is of both sides, a rank receives all of a document but its own part: every cut costs the whole document.
+From a document, a ring rank receives the tokens before its own last one, except its own. All ranks together own all
+tokens, so the number of rows sent is Σ prefix − tokens, over every (rank, document), with prefix the number of the
+document's tokens up to the rank's last one. A document on one rank therefore costs nothing, and a cut at token x of a
+document costs x rows, whichever rank takes the head. Even work needs the opposite: the last tokens of a long document
+must be spread. If attention is bidirectional, a rank receives all of a document but its own part: every cut costs the
+full document.
 
 The tokens are cut into chunks of one size, equally many for each rank, and assigned in two steps:
 
-1. Start (``_assign_windows``). The remaining chunks lie in a ring; each rank in turn takes the window of neighbours
+1. Start (``_assign_windows``). The remaining chunks form a ring; each rank in turn takes the window of neighbours
    whose work is nearest to the mean. Windows that slide once around have the mean's work on average, so one is close.
 2. Improve (``_improve``). Rounds of pairs: the chunks of two ranks are put in a candidate order, document after
-   document, which closes to a ring, and each rank takes one half of it. A half costs the work it has too much and only
-   the rows that its two cuts add. All halves of several candidate orders are tried for all pairs of a round at once.
+   document, which closes to a ring, and each rank takes one half of it. The cost of a half is its excess work, and
+   only the rows that its two cuts add. All halves of several candidate orders are tried for all pairs of a round at
+   once.
 
 The search pays: the same chunks from a heap, each to the rank with the least work, send 3.2 to 3.9 times its rows over
 2 to 16 ranks; a heap that allows the same imbalance and prefers ranks that have the rows, 1.3 to 1.6 times, and is less
@@ -57,14 +59,14 @@ ROUNDS, ORDERS_PER_ROUND, NUM_ORDERS = 36, 8, 49
 
 
 def assign(num_tokens: int, degree: int, cu_seqlens: Sequence[int], *, causal: bool = True) -> list[Pieces]:
-    """The pieces of ``num_tokens`` that each of ``degree`` ring ranks gets; every rank gets equally many tokens.
+    """Return the pieces of ``num_tokens`` for each of ``degree`` ring ranks; every rank gets equally many tokens.
 
-    Pieces begin and end at multiples of a grain: 128 tokens when a rank's tokens are such a multiple, else their
-    largest divisor from 65 to 127. Where there is none (a prime, say), pieces are multiples of 128 long but for one
-    short piece of each rank, which lie first in the sequence. Below 1024 tokens a rank the same holds with an eighth of
-    them in place of 128. One document is assigned head and tail where half of a rank's tokens is in whole grains, or
-    they are no multiple of 128 anyway, or in equal parts if attention is not ``causal``. ``cu_seqlens`` ascends from 0
-    to ``num_tokens``.
+    Pieces begin and end at multiples of a grain: 128 tokens if a rank's tokens are a multiple of 128, else their
+    largest divisor from 65 to 127. If there is none (as for a prime), pieces are multiples of 128 long except one short
+    piece of each rank; these pieces come first in the sequence. Below 1024 tokens per rank the same holds with an
+    eighth of them instead of 128. A single document is assigned head and tail if half of a rank's tokens is a multiple
+    of 128, or if they are no multiple of 128 anyway; it is assigned in equal parts if attention is not ``causal``.
+    ``cu_seqlens`` ascends from 0 to ``num_tokens``.
     """
     if degree == 1:
         return [[(0, num_tokens)]]
@@ -74,7 +76,7 @@ def assign(num_tokens: int, degree: int, cu_seqlens: Sequence[int], *, causal: b
     in_grains = tokens_per_rank % GRAIN == 0
     halves_in_grains = tokens_per_rank % (2 * GRAIN) == 0
     if len(bounds) == 2 and not causal:
-        # Every query sees as much as any other.
+        # Every query sees equally many keys.
         return [[(rank * tokens_per_rank, tokens_per_rank)] for rank in range(degree)]
     if len(bounds) == 2 and halves and (halves_in_grains or not in_grains):
         return head_and_tail(num_tokens, degree)
@@ -84,7 +86,7 @@ def assign(num_tokens: int, degree: int, cu_seqlens: Sequence[int], *, causal: b
 
 @dataclass(frozen=True)
 class Chunks:
-    """What is assigned: arrays over chunks of equal size, equally many for each rank, in ascending order."""
+    """Chunks to assign: arrays over chunks of equal size, equally many for each rank, in ascending order."""
 
     degree: int
     size: int
@@ -104,12 +106,12 @@ class Chunks:
 
     @property
     def per_rank(self) -> int:
-        """Chunks of a rank."""
+        """Number of chunks of a rank."""
         return len(self.start) // self.degree
 
 
 def _grain(tokens_per_rank: int) -> int:
-    """Tokens that pieces are multiples of."""
+    """Return the number of tokens that pieces are multiples of."""
     aim = GRAIN
     if tokens_per_rank < 8 * GRAIN and tokens_per_rank % GRAIN:
         aim = max(1, tokens_per_rank // 8)
@@ -120,16 +122,16 @@ def _grain(tokens_per_rank: int) -> int:
 
 
 def whole_grains(tokens_per_rank: int) -> bool:
-    """Whether so many tokens of a ring rank are grains without a short piece beside them."""
+    """Return whether a ring rank's tokens are full grains, without a short piece."""
     return tokens_per_rank % _grain(tokens_per_rank) == 0
 
 
 def cut_chunks(num_tokens: int, degree: int, bounds: ndarray, *, causal: bool = True) -> Chunks:
-    """The tokens as chunks; ``bounds`` are the documents', without empty ones."""
+    """Cut the tokens into chunks; ``bounds`` are those of the documents, without empty ones."""
     tokens_per_rank = num_tokens // degree
     grain = _grain(tokens_per_rank)
     size = grain * -(-tokens_per_rank // (grain * MAX_CHUNKS))
-    # A rank's tokens that fill no whole chunk are one short piece; those of all ranks lie first in the sequence.
+    # The tokens of a rank that do not fill a chunk are one short piece; those of all ranks come first in the sequence.
     remainder = tokens_per_rank % size
     num_remainders = 0
     if remainder:
@@ -146,7 +148,7 @@ def cut_chunks(num_tokens: int, degree: int, bounds: ndarray, *, causal: bool = 
         pairs = (stop - first) * lengths[np.searchsorted(bounds, begins)]
     work = np.diff(np.append(0, np.cumsum(pairs))[np.searchsorted(cuts, edges)])
     document = np.searchsorted(bounds, starts, side="right") - 1
-    # What a cut there costs in rows: the document up to it, or all of it if queries see both sides.
+    # Cost of a cut there in rows: the document up to it, or all of it if queries see both sides.
     prefix, head = np.minimum(starts + size, bounds[document + 1]) - bounds[document], starts - bounds[document]
     if not causal:
         prefix, head = lengths[document], np.where(head, lengths[document], 0)
@@ -167,7 +169,7 @@ def cut_chunks(num_tokens: int, degree: int, bounds: ndarray, *, causal: bool = 
 
 
 def _assign_windows(chunks: Chunks) -> ndarray:
-    """The rank of every chunk: one rank after another takes the window of the remaining ring with the mean's work."""
+    """Return the rank of every chunk: each rank in turn takes the window of the remaining ring with the mean's work."""
     owner = np.empty(len(chunks.start), dtype=np.int64)
     ring, per_rank = np.arange(len(owner)), chunks.per_rank
     for rank in range(chunks.degree):
@@ -175,7 +177,7 @@ def _assign_windows(chunks: Chunks) -> ndarray:
         work = chunks.work[ring]
         summed = np.append(0, np.cumsum(np.append(work, work[:per_rank])))
         window = summed[per_rank : per_rank + len(ring)] - summed[: len(ring)]
-        # The mean of what is left, not of all: the ranks after this one divide its error among them.
+        # The mean of the remaining work, not of all: the ranks after this one share its error.
         remaining = int(work.sum() + chunks.remainder_work[rank:].sum())
         target = remaining // (chunks.degree - rank) - int(chunks.remainder_work[rank])
         first = int(np.argmin(np.abs(window - target)))
@@ -200,13 +202,13 @@ class _Orders(NamedTuple):
 
 
 def _candidate_orders(chunks: Chunks) -> _Orders:
-    """The sequence itself, then ``NUM_ORDERS − 1`` shuffles of its documents."""
+    """Return the sequence itself, then ``NUM_ORDERS − 1`` shuffles of its documents."""
     slots = np.arange(len(chunks.start))
     num_documents = int(chunks.document[-1]) + 1
     # The first outputs of the generator that starts at 0.
     state = np.arange(NUM_ORDERS * num_documents, dtype=np.uint64) * np.uint64(GOLDEN)
     hashes = mix64_array(state).reshape(NUM_ORDERS, num_documents)
-    # The hashes decide where a document stands, and their lowest bit whether it runs backward.
+    # The hashes decide a document's position, and their lowest bit whether it runs backward.
     rank = np.argsort(np.argsort(hashes, axis=1, kind="stable"), axis=1, kind="stable")
     reversed_documents = (hashes & np.uint64(1)).astype(bool)
     rank[0], reversed_documents[0] = np.arange(num_documents), False
@@ -223,14 +225,14 @@ class _RankPairs(NamedTuple):
     second: ndarray
 
     def of_rank(self, degree: int) -> ndarray:
-        """Each rank's pair; ``len(first)`` for one that sits out."""
+        """Return each rank's pair; ``len(first)`` for one that sits out."""
         pair = np.full(degree, len(self.first), dtype=np.int16)
         pair[self.first] = pair[self.second] = np.arange(len(self.first))
         return pair
 
 
 def _tournament(degree: int) -> Iterator[_RankPairs]:
-    """Rounds of a tournament, over and over: in degree − 1 of them (degree, if odd) every rank meets every other."""
+    """Yield a tournament's rounds over and over: in degree − 1 of them (degree, if odd) each rank meets each other."""
     # The circle method: the last seat stays, the others move on by one in each round.
     seats = degree + degree % 2
     while True:
@@ -242,7 +244,7 @@ def _tournament(degree: int) -> Iterator[_RankPairs]:
 
 
 class WorkCost(NamedTuple):
-    """What a rank's work costs in rows."""
+    """Cost of a rank's work in rows."""
 
     mean: int
     limit: int
@@ -254,7 +256,7 @@ class WorkCost(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Chunks) -> WorkCost:
-        """The cost for the work of all chunks."""
+        """Return the cost for the work of all chunks."""
         mean = int(chunks.work.sum() + chunks.remainder_work.sum()) // chunks.degree
         tokens = chunks.per_rank * chunks.size
         some_document_fits = np.bincount(chunks.document).min() <= chunks.per_rank
@@ -265,16 +267,16 @@ class WorkCost(NamedTuple):
         return cls(mean, mean + mean // tolerance, soft, hard)
 
     def in_rows(self, work: ndarray) -> ndarray:
-        """The cost of a rank's work."""
+        """Return the cost of a rank's work."""
         return np.maximum(work - self.mean, 0) // self.soft + np.maximum(work - self.limit, 0) // self.hard
 
 
 def _improve(chunks: Chunks, owner: ndarray) -> ndarray:
-    """The owners after rounds of pairs, each pair taking other halves where that costs less."""
+    """Return the owners after rounds of pairs, in which each pair takes other halves if these cost less."""
     work_cost, orders = WorkCost.of(chunks), _candidate_orders(chunks)
     unchanged = 0
     for round_number, pairs in zip(range(ROUNDS), _tournament(chunks.degree), strict=False):
-        # The sequence itself in every round; of the shuffles always others.
+        # The sequence itself in every round, and other shuffles each time.
         shuffles = 1 + (np.arange(ORDERS_PER_ROUND - 1) + round_number * (ORDERS_PER_ROUND - 1)) % (NUM_ORDERS - 1)
         tried = np.append(0, shuffles)
         tried_orders = _Orders(orders.chunks[tried], orders.backward[tried])
@@ -290,7 +292,7 @@ def _improve(chunks: Chunks, owner: ndarray) -> ndarray:
 
 
 def _reassign(chunks: Chunks, owner: ndarray, pairs: _RankPairs, orders: _Orders, work_cost: WorkCost) -> ndarray:
-    """The owners after every pair has taken the cheapest halves of its candidate orders where these cost less."""
+    """Return the owners after every pair has taken the cheapest halves of its candidate orders if these cost less."""
     num_pairs, width, tried = len(pairs.first), 2 * chunks.per_rank, len(orders.chunks)
     pair = pairs.of_rank(chunks.degree)[owner]
     # Each pair's chunks, in the order in which they stand in a candidate order.
@@ -299,7 +301,7 @@ def _reassign(chunks: Chunks, owner: ndarray, pairs: _RankPairs, orders: _Orders
         np.take_along_axis(orders.chunks, slot, 1).reshape(tried, num_pairs, width),
         np.take_along_axis(orders.backward, slot, 1).reshape(tried, num_pairs, width),
     )
-    # Of each pair and order the half with the cheapest cuts; only for that one the cost of its runs.
+    # The half with the cheapest cuts for each pair and order; the cost of runs is computed only for this one.
     cost = _cost_of_halves(chunks, rings, pairs, work_cost)
     cut = np.argmin(cost, axis=-1)
     in_second_half = (np.arange(width) - cut[..., None]) % width >= chunks.per_rank
@@ -310,7 +312,7 @@ def _reassign(chunks: Chunks, owner: ndarray, pairs: _RankPairs, orders: _Orders
     is_second = pairs.second[np.minimum(pair, num_pairs - 1)] == owner
     present = _present_cost(chunks, owner, pairs, rings, work_cost)
     present += _cost_of_runs(chunks, is_second[None], pair, num_pairs)[0]
-    # A pair changes only for less, so the search ends, and the same chunks stay where two choices cost the same.
+    # A pair changes only for less, so the search ends, and chunks stay if two choices cost the same.
     best = np.argmin(cost, axis=0)
     better = np.append(cost[best, np.arange(num_pairs)] < present, False)  # the last for ranks that sit out
     mine = np.minimum(pair, num_pairs - 1)
@@ -319,10 +321,10 @@ def _reassign(chunks: Chunks, owner: ndarray, pairs: _RankPairs, orders: _Orders
 
 
 def _cost_of_halves(chunks: Chunks, rings: _Orders, pairs: _RankPairs, work_cost: WorkCost) -> ndarray:
-    """[order, pair, i]: the cost when the first rank takes the half that begins at slot i, the second what is left.
+    """Return [order, pair, i]: the cost if the first rank takes the half from slot i on, and the second the rest.
 
-    Rows count only what the cuts add: each cut costs the prefix of the document's head, which lies before the cut, or
-    behind it where the document runs backward. Two cuts of one document leave both its ends to one rank, and only the
+    Only rows that the cuts add count: each cut costs the prefix of the document's head, which is before the cut, or
+    after it if the document runs backward. Two cuts of one document leave both its ends to one rank, and only the
     deeper cut counts.
     """
     half = chunks.per_rank
@@ -345,7 +347,7 @@ def _cost_of_halves(chunks: Chunks, rings: _Orders, pairs: _RankPairs, work_cost
 
 
 def _cost_of_runs(chunks: Chunks, to_second: ndarray, pair: ndarray, num_pairs: int) -> ndarray:
-    """[order, pair]: a chunk of rows, and the head of a document, wherever a run ends between two ranks of a pair."""
+    """Return [order, pair]: a chunk of rows, and a document's head, for each run that ends between a pair's ranks."""
     # Only between chunks of one pair: other neighbours do not change in this round.
     behind = 1 + np.flatnonzero((pair[1:] == pair[:-1]) & (pair[1:] < num_pairs))
     order, end = np.nonzero(to_second[:, behind] != to_second[:, behind - 1])
@@ -356,22 +358,22 @@ def _cost_of_runs(chunks: Chunks, to_second: ndarray, pair: ndarray, num_pairs: 
 
 
 def _present_cost(chunks: Chunks, owner: ndarray, pairs: _RankPairs, rings: _Orders, work_cost: WorkCost) -> ndarray:
-    """[pair]: the cost of the present owners, on the scale of ``_cost_of_halves``; order 0 is the sequence."""
-    # A half costs what its cuts add: of the whole prefixes, less those of the pair's documents without a cut.
+    """Return [pair]: the cost of the present owners, on the scale of ``_cost_of_halves``; order 0 is the sequence."""
+    # A half costs the rows that its cuts add: the full prefixes, less those of the pair's documents without a cut.
     mine = np.argsort(owner, kind="stable").reshape(chunks.degree, -1)
     cost = _summed_prefixes(chunks, mine) + work_cost.in_rows(chunks.work[mine].sum(1) + chunks.remainder_work)
     return cost[pairs.first] + cost[pairs.second] - _summed_prefixes(chunks, rings.chunks[0])
 
 
 def _summed_prefixes(chunks: Chunks, mine: ndarray) -> ndarray:
-    """For each list of ascending chunks the prefixes of its documents, summed."""
+    """Return, for each list of ascending chunks, the sum of the prefixes of its documents."""
     document, prefix = chunks.document[mine], chunks.prefix[mine]
     is_last = document[:, 1:] != document[:, :-1]
     return prefix[:, -1] + (prefix[:, :-1] * is_last).sum(1)
 
 
 def chunk_pieces(chunks: Chunks, owner: ndarray) -> list[Pieces]:
-    """Neighbouring chunks of a rank as one piece, the remainders before them."""
+    """Join neighbouring chunks of a rank into pieces, with the remainders before them."""
     remainder = int(chunks.start[0]) // chunks.degree
     num_remainders = 0
     if remainder:

@@ -1,7 +1,7 @@
-"""CachedLayout: which tokens of a growing sequence have their keys on this rank. Pure index arithmetic.
+"""CachedLayout: the tokens of a growing sequence whose keys are on this rank. Pure index arithmetic.
 
 A prompt is read in chunks that a ``SequenceLayout`` splits over the ranks; tokens that every rank is given are dealt
-round-robin. Whatever comes is behind all that is there, so a rank's rows are in the order of the sequence.
+round-robin. New tokens follow all cached ones, so a rank's rows are in the order of the sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parallel.layout.sequence import Run, Runs, SequenceLayout, num_parts
 
 @dataclass(frozen=True)
 class CachedLayout:
-    """The cached tokens of one rank."""
+    """Cached tokens of one rank."""
 
     num_tokens: int = 0
     """Tokens on all ranks."""
@@ -24,18 +24,18 @@ class CachedLayout:
     """Those of this rank, in the order of its rows."""
 
     def extended(self, num_tokens: int, runs: Iterable[Run]) -> CachedLayout:
-        """This layout with so many more tokens, of which this rank has these."""
-        # Only the last run can go on in the new ones.
+        """Return this layout with so many more tokens, of which this rank has these."""
+        # Only the last run can continue in the new ones.
         return CachedLayout(self.num_tokens + num_tokens, (*self.runs[:-1], *joined((*self.runs[-1:], *runs))))
 
 
 def count_tokens(runs: Iterable[Run]) -> int:
-    """The tokens of some runs."""
+    """Return the number of tokens in some runs."""
     return sum(run.count for run in runs)
 
 
 def joined(runs: Iterable[Run]) -> Runs:
-    """The same tokens in as few runs as their steps allow."""
+    """Return the same tokens in as few runs as their steps allow."""
     found: list[Run] = []
     for run in runs:
         if found and found[-1].step == run.step and found[-1].start + found[-1].count * run.step == run.start:
@@ -46,7 +46,7 @@ def joined(runs: Iterable[Run]) -> Runs:
 
 
 def tokens_from(runs: Iterable[Run], first: int) -> Runs:
-    """The runs without tokens before ``first``."""
+    """Return the runs without tokens before ``first``."""
     cut = []
     for run in runs:
         missing = max(0, -((run.start - first) // run.step))
@@ -56,7 +56,7 @@ def tokens_from(runs: Iterable[Run], first: int) -> Runs:
 
 
 def by_step(runs: Iterable[Run]) -> Iterator[tuple[int, Runs]]:
-    """(first row, runs) of neighbouring runs with one step."""
+    """Yield (first row, runs) of neighbouring runs with one step."""
     row = 0
     for _, group in groupby(runs, key=lambda run: run.step):
         same = tuple(group)
@@ -65,7 +65,7 @@ def by_step(runs: Iterable[Run]) -> Iterator[tuple[int, Runs]]:
 
 
 def dealt(start: int, num_tokens: int, rank: int, degree: int) -> Runs:
-    """The tokens [start, start + num_tokens) that are dealt to a rank: those whose index is its own modulo degree."""
+    """Return the tokens of [start, start + num_tokens) that are dealt to a rank: those equal to it modulo degree."""
     first = start + (rank - start) % degree
     count = -((first - start - num_tokens) // degree)
     if count <= 0:
@@ -74,14 +74,14 @@ def dealt(start: int, num_tokens: int, rank: int, degree: int) -> Runs:
 
 
 def chunk_runs(layout: SequenceLayout, start: int, rank: int) -> Runs:
-    """The tokens of a rank in a chunk that begins at token ``start`` and is split by ``layout``."""
+    """Return the tokens of a rank in a chunk that begins at token ``start`` and is split by ``layout``."""
     return tuple(run._replace(start=start + run.start) for run in layout.rank_runs(rank))
 
 
 def chunk_sizes(num_tokens: int, chunk_tokens: int, kind: str, degree: int, ulysses: int) -> Iterator[tuple[int, bool]]:
-    """(tokens, whether they are split over the ranks) of each chunk of a prompt.
+    """Yield (tokens, True if they are split over the ranks) of each chunk of a prompt.
 
-    Chunks divide into the layout's parts. The last chunk is what does not, at least one token, and is not split: so
+    Chunks divide into the layout's parts. The last chunk has the remaining tokens, at least one, and is not split: so
     every rank has the prompt's last token, and prompts have any length.
     """
     if degree == 1:
@@ -91,7 +91,7 @@ def chunk_sizes(num_tokens: int, chunk_tokens: int, kind: str, degree: int, ulys
     parts = num_parts(kind, degree, ulysses)
     size = max(chunk_tokens // parts, 1) * parts
     while num_tokens > parts:
-        # One token stays behind for the last chunk.
+        # One token is left for the last chunk.
         tokens = min(size, (num_tokens - 1) // parts * parts)
         yield tokens, True
         num_tokens -= tokens
@@ -101,7 +101,7 @@ def chunk_sizes(num_tokens: int, chunk_tokens: int, kind: str, degree: int, ulys
 
 @dataclass(frozen=True)
 class ChunkPlacement:
-    """Where the new tokens of a chunk are, and the tokens before them."""
+    """Placement of the new tokens of a chunk, and the tokens before them."""
 
     earlier: CachedLayout
     num_tokens: int
@@ -113,33 +113,33 @@ class ChunkPlacement:
 
     @property
     def stop(self) -> int:
-        """Tokens of the sequence up to the chunk's last."""
+        """Number of tokens of the sequence up to the chunk's last."""
         return self.earlier.num_tokens + self.num_tokens
 
     def given(self, rank: int) -> Runs:
-        """The new tokens that a rank is given, in local order."""
+        """Return the new tokens that a rank is given, in local order."""
         start = self.earlier.num_tokens
         if self.layout is None:
             return (Run(start, self.num_tokens, 1),)
         return chunk_runs(self.layout, start, rank)
 
     def stored(self, rank: int) -> Runs:
-        """The new tokens whose keys a rank stores."""
+        """Return the new tokens whose keys a rank stores."""
         if self.layout is None:
             return dealt(self.earlier.num_tokens, self.num_tokens, rank, self.degree)
         return self.given(rank)
 
     def after(self, rank: int) -> CachedLayout:
-        """What is cached on a rank behind the chunk."""
+        """Return the layout that is cached on a rank after the chunk."""
         return self.earlier.extended(self.num_tokens, self.stored(rank))
 
     @property
     def digest(self) -> str:
-        """A fingerprint: ranks that share a sequence must have the same one."""
+        """Fingerprint, which must be the same on all ranks that share a sequence."""
         return blake2b(self.describe().encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
-        """The chunk on one line."""
+        """Return the chunk on one line."""
         split = "given to every rank"
         if self.layout is not None:
             split = f"split {self.layout.kind} over {self.degree} ranks (ulysses {self.layout.ulysses})"

@@ -1,8 +1,8 @@
-"""``parallel.layout = "auto"``: which layout a run gets, and why.
+"""``parallel.layout = "auto"``: the choice of a run's layout, and its reason.
 
 Figures of ``python -m benchmarks.layouts`` (benchmarks/results/amx/layouts.json, "masks"), rows of 65,536 tokens over a
 ring of 8. Each cell is the busiest rank's work over the mean, and the rows that all ranks receive for each token of the
-sequence. A shard is what one ring rank holds; a packed row holds 14 documents.
+sequence. A shard is one ring rank's part; a packed row holds 14 documents.
 
 ========================== ============ ============ ============ ============ ============
 attention over             contiguous   zigzag       balanced     striped      chosen
@@ -16,10 +16,10 @@ packed, window 1/8 shard   1.10 · 0.10  1.09 · 0.20  1.10 · 0.17  1.00 · 6.9
 packed, window of a shard  1.65 · 0.54  1.53 · 1.01  1.16 · 0.85  1.00 · 6.99  balanced
 ========================== ============ ============ ============ ============ ============
 
-``balanced`` is ``zigzag`` where a document fills the row. Linear layers do equal work in every layout but ``striped``,
-which they refuse, and send a state for each cut of a document: ``contiguous`` cuts least. ``striped`` is never chosen:
-nearly every row travels to every rank, for a few percent of work. Ranks that split heads (Ulysses) hold the same rows,
-so the ring alone decides.
+``balanced`` equals ``zigzag`` if a document fills the row. Linear layers do equal work in every layout but ``striped``,
+which they do not support, and send a state for each cut of a document: ``contiguous`` cuts least. ``striped`` is never
+chosen: it sends nearly every row to every rank, to save a few percent of work. Ranks that split heads (Ulysses) hold
+the same rows, so only the ring decides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ lacks work, the first of the document, is the same rank in both layouts. The sec
 
 
 def check_choice(layout: str, num_tokens: int, degree: int, ulysses: int = 1) -> None:
-    """ConfigError unless ``layout`` is "auto" or a layout, and the tokens divide over the ranks as it needs."""
+    """Raise ConfigError unless ``layout`` is "auto" or a layout, and the tokens divide over the ranks as it needs."""
     if layout == AUTO:
         # Contiguous and balanced layouts need no more than equal parts, so auto always finds one.
         check_division(layout, num_tokens, degree, ulysses)
@@ -60,13 +60,13 @@ def choose_layout(
     side_by_side: bool = False,
     causal: bool = True,
 ) -> tuple[str, str]:
-    """The layout that serves these layers best, and the reason in one clause for the log.
+    """Return the layout that is best for these layers, and the reason in one clause for the log.
 
-    ``num_tokens`` are those of a sequence that ``degree`` ranks share, ``ulysses`` of which split heads. ``packed``
-    says whether a sequence may hold more than one document. ``reaches`` are those of the model's mixers
-    (``Mixer.reach``). ``side_by_side`` rows (``parallel.tokens_per_rank``) are never zigzag, which spreads each over
-    all ranks. If attention is not ``causal``, one document is even work however it is cut. Pure: a run that resumes
-    with the same settings and data gets the same layout.
+    ``num_tokens`` are those of a sequence that ``degree`` ranks share, ``ulysses`` of which split heads. ``packed`` is
+    True if a sequence may hold more than one document. ``reaches`` are those of the model's mixers (``Mixer.reach``).
+    ``side_by_side`` rows (``parallel.tokens_per_rank``) are never zigzag, which spreads each over all ranks. If
+    attention is not ``causal``, one document is even work however it is cut. Pure: a run that resumes with the same
+    settings and data gets the same layout.
     """
     ring = degree // ulysses
     if ring == 1:
@@ -74,7 +74,7 @@ def choose_layout(
         if side_by_side:
             kind = "balanced"
         return kind, "every rank attends over whole sequences, so all layouts are the same"
-    # Where contiguous work is even there is nothing to balance, and no layout sends less.
+    # If contiguous work is even, there is nothing to balance, and no layout sends less.
     local = _reason_to_stay_local(num_tokens // ring, packed, reaches)
     if local is not None:
         return "contiguous", local
@@ -91,7 +91,7 @@ def choose_layout(
 
 
 def _reason_to_stay_local(tokens_per_rank: int, packed: bool, reaches: Collection[int | None]) -> str | None:
-    """Why a rank's tokens need hardly any others; None where some layer sees far back."""
+    """Return the reason if a rank's tokens need hardly any others; None if some layer sees far back."""
     rows = [reach for reach in reaches if reach is not None]
     if len(rows) < len(reaches):
         return None

@@ -1,4 +1,4 @@
-"""``SequenceLayout``: which token of a sequence lives on which rank. Pure index arithmetic.
+"""``SequenceLayout``: placement of a sequence's tokens on ranks. Pure index arithmetic.
 
 The ranks that share a sequence are ``degree`` = ring degree × Ulysses degree, and rank = ring rank · ulysses + Ulysses
 rank. Each ring rank has tokens of its own. They are then cut into ``ulysses`` equal consecutive parts, so that an
@@ -25,7 +25,7 @@ KINDS = ("contiguous", "zigzag", "striped", "balanced")
 
 
 class Run(NamedTuple):
-    """A piece of the sequence that lies together on one rank: tokens start, start + step, … (``count`` of them)."""
+    """Piece of the sequence that is contiguous on one rank: tokens start, start + step, … (``count`` of them)."""
 
     start: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One past the last token."""
+        """Index one past the last token."""
         return self.start + (self.count - 1) * self.step + 1
 
 
@@ -44,9 +44,9 @@ Runs = tuple[Run, ...]
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Every token of a sequence on one of ``degree`` ranks, equally many to each.
+    """Assignment of every token of a sequence to one of ``degree`` ranks, equally many to each.
 
-    A ring rank's local rows are its runs one after another, so local order is global order.
+    A ring rank's local rows are its runs, one after another, so local order is global order.
     """
 
     kind: str
@@ -69,14 +69,14 @@ class SequenceLayout:
         *,
         causal: bool = True,
     ) -> SequenceLayout:
-        """The layout of ``num_tokens`` tokens over ``degree`` ranks.
+        """Build the layout of ``num_tokens`` tokens over ``degree`` ranks.
 
         With R = degree / ulysses ring ranks: ``contiguous`` gives ring rank r the r-th of R equal parts. ``zigzag``
         cuts 2·R equal parts and gives it the r-th from either end, which evens out causal attention over one document.
         ``striped`` gives it every R-th token, from token r. ``balanced`` assigns chunks so that attention within the
-        documents that end at ``cu_seqlens`` (default: one document), ``causal`` or of both sides, is even and few rows
-        travel (``parallel/layout/balanced.py``). The other kinds only check the documents. ConfigError when the tokens
-        do not divide, or when the documents do not ascend from 0 to ``num_tokens``.
+        documents that end at ``cu_seqlens`` (default: one document), ``causal`` or bidirectional, is even and few rows
+        are sent (``parallel/layout/balanced.py``). The other kinds only check the documents. Raise ConfigError if the
+        tokens do not divide, or if the documents do not ascend from 0 to ``num_tokens``.
         """
         check_layout(kind, num_tokens, degree, ulysses)
         documents = PackedDocuments.of(cu_seqlens, num_tokens)
@@ -89,19 +89,19 @@ class SequenceLayout:
 
     @property
     def ring_degree(self) -> int:
-        """Ring ranks: parts that the sequence itself is cut into."""
+        """Number of ring ranks: the parts that the sequence itself is cut into."""
         return self.degree // self.ulysses
 
     def num_ring(self, ring_rank: int) -> int:
-        """Tokens of a ring rank, over all its Ulysses ranks."""
+        """Return the number of tokens of a ring rank, over all its Ulysses ranks."""
         return sum(run.count for run in self.runs[ring_rank])
 
     def num_local(self, rank: int) -> int:
-        """Tokens on a rank."""
+        """Return the number of tokens on a rank."""
         return self.num_ring(rank // self.ulysses) // self.ulysses
 
     def rank_runs(self, rank: int) -> Runs:
-        """The runs of one rank: those of its ring rank, cut to the rank's part of the rows."""
+        """Return the runs of one rank: those of its ring rank, cut to the rank's part of the rows."""
         ring_rank, part = divmod(rank, self.ulysses)
         if self.ulysses == 1:
             return self.runs[ring_rank]
@@ -109,11 +109,11 @@ class SequenceLayout:
         return _cut_rows(self.runs[ring_rank], part * num_rows, (part + 1) * num_rows)
 
     def indices(self, rank: int) -> Tensor:
-        """The global tokens (int64) of a rank in local order."""
+        """Return the global tokens (int64) of a rank in local order."""
         return torch.cat([torch.arange(run.start, run.stop, run.step) for run in self.rank_runs(rank)])
 
     def split(self, x: Tensor, rank: int, dim: int) -> Tensor:
-        """The rank's shard of a per-token tensor, cut along ``dim``: a copy."""
+        """Return a copy of the rank's shard of a per-token tensor, cut along ``dim``."""
         if x.shape[dim] != self.num_tokens:
             raise ValueError(
                 f"dim {dim} of shape {tuple(x.shape)} is not the layout's {self.num_tokens} tokens; "
@@ -129,15 +129,15 @@ class SequenceLayout:
         return torch.cat(parts, dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole tensor from every rank's shard: the inverse of ``split``."""
+        """Return the full tensor from all ranks' shards: the inverse of ``split``."""
         assert len(parts) == self.degree, f"{len(parts)} parts for {self.degree} ranks"
         dim %= parts[0].dim()
         if self.kind == "striped":
-            # Token n is row n // ring of ring rank n % ring: rows outside, ring ranks inside is the order of tokens.
+            # Token n is row n // ring of ring rank n % ring: rows outside, ring ranks inside give the order of tokens.
             u = self.ulysses
             rings = [torch.cat(list(parts[first : first + u]), dim) for first in range(0, self.degree, u)]
             return torch.stack(rings, dim + 1).flatten(dim, dim + 1)
-        # Runs are whole stretches of tokens here: sorted by their first token they are the sequence.
+        # Runs are contiguous tokens here: sorted by their first token, they form the sequence.
         pieces: list[tuple[int, Tensor]] = []
         for rank, part in enumerate(parts):
             runs = self.rank_runs(rank)
@@ -149,7 +149,7 @@ class SequenceLayout:
 # The same in every micro-batch of a run; its validation may have another length.
 @functools.lru_cache(maxsize=16)
 def _fixed_runs(kind: str, num_tokens: int, degree: int) -> tuple[Runs, ...]:
-    """The runs of each of ``degree`` ring ranks, where they are the same whatever the documents."""
+    """Return the runs of each of ``degree`` ring ranks, for kinds that do not depend on the documents."""
     if kind == "zigzag" and degree > 1:
         return _runs_of(head_and_tail(num_tokens, degree))
     tokens_per_rank = num_tokens // degree
@@ -159,12 +159,12 @@ def _fixed_runs(kind: str, num_tokens: int, degree: int) -> tuple[Runs, ...]:
 
 
 def _runs_of(assigned: Iterable[Pieces]) -> tuple[Runs, ...]:
-    """Pieces that ring ranks were assigned, as runs."""
+    """Return the pieces that ring ranks were assigned, as runs."""
     return tuple(tuple(Run(start, count, 1) for start, count in pieces) for pieces in assigned)
 
 
 def _cut_rows(runs: Runs, start: int, stop: int) -> Runs:
-    """The runs of local rows [start, stop)."""
+    """Return the runs of local rows [start, stop)."""
     cut, row = [], 0
     for run in runs:
         first, last = max(start - row, 0), min(stop - row, run.count)
@@ -175,14 +175,14 @@ def _cut_rows(runs: Runs, start: int, stop: int) -> Runs:
 
 
 def check_layout(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> None:
-    """ConfigError unless such a layout exists; says the nearest values that work."""
+    """Raise ConfigError, with the nearest values that work, unless such a layout exists."""
     if kind not in KINDS:
         raise ConfigError(f"parallel.layout={kind!r} is unknown. Try one of {list(KINDS)}.")
     check_division(kind, num_tokens, degree, ulysses)
 
 
 def num_parts(kind: str, degree: int, ulysses: int = 1) -> int:
-    """The equal parts that a layout over ``degree`` ranks cuts the tokens into."""
+    """Return the number of equal parts into which a layout over ``degree`` ranks cuts the tokens."""
     ring = degree // ulysses
     if kind == "zigzag" and ring > 1:
         return math.lcm(2 * ring, degree)
@@ -190,7 +190,7 @@ def num_parts(kind: str, degree: int, ulysses: int = 1) -> int:
 
 
 def check_division(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> None:
-    """ConfigError unless the tokens split into the parts of such a layout; says the nearest values that work."""
+    """Raise ConfigError, with the nearest values that work, unless the tokens split into the layout's parts."""
     if degree < 1 or num_tokens < 1:
         raise ConfigError(f"a layout needs tokens and ranks; got {num_tokens} tokens over {degree} ranks.")
     if ulysses < 1 or degree % ulysses:

@@ -1,6 +1,6 @@
-"""``parallel.tokens_per_rank``: how many rows the ranks of a context group take at once, and the tokens they then hold.
+"""``parallel.tokens_per_rank``: the rows that the ranks of a context group take at once, and the tokens they then hold.
 
-The rows lie side by side in one layout over all of the group, ring × Ulysses.
+The rows are placed side by side in one layout over the full group, ring × Ulysses.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from parallel.layout.balanced import whole_grains
 
 
 def rows_at_once(seq_len: int, ranks: int, tokens_per_rank: int) -> int:
-    """Rows of a micro-batch that so many ranks have room for; 0 where one row is too long."""
+    """Return the number of rows of a micro-batch that so many ranks have room for; 0 if one row is too long."""
     return ranks * tokens_per_rank // seq_len
 
 
 def tokens_on_ranks(num_tokens: int, ranks: int, *, ulysses: int, tokens_per_rank: int) -> int:
-    """The tokens of a micro-batch, padded so that every rank holds equally many.
+    """Return the tokens of a micro-batch, padded so that every rank holds equally many.
 
-    And, where ``tokens_per_rank`` leaves room, so that a ring rank's are whole grains: else each of them would begin
-    with a short piece, which cuts documents. That is less than a grain (128 tokens) a ring rank.
+    If ``tokens_per_rank`` leaves room, a ring rank's tokens are also padded to full grains: otherwise each ring rank
+    would begin with a short piece, which cuts documents. That is less than a grain (128 tokens) per ring rank.
     """
     each = -(-num_tokens // ranks)
     whole = each

@@ -7,7 +7,7 @@ Pieces = list[tuple[int, int]]
 
 
 def head_and_tail(num_tokens: int, degree: int) -> list[Pieces]:
-    """2·degree equal parts; each ring rank gets one from either end. The two in the middle adjoin and are one piece."""
+    """Cut 2·degree equal parts; each ring rank gets one from either end, and the two in the middle are one piece."""
     part = num_tokens // (2 * degree)
     # Causal work grows with the position, so a part from the front and its mirror image from the end are even work.
     pieces: list[Pieces] = []

@@ -1,4 +1,4 @@
-"""Which device this process computes on. Decided before DeepSpeed is imported: it picks its accelerator there."""
+"""Choice of this process's device. Made before DeepSpeed is imported, which then picks its accelerator."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 def choose_device(wish: str, setting: str = "run.device", **degrees: int) -> torch.device:
     """Return the CPU, or the GPU with this process's local rank; ``auto`` takes GPUs if there are any.
 
-    ``setting`` is what messages call the wish, and ``degrees`` are those of parallel.context and its like, by name,
-    which have to divide the ranks. Sets DeepSpeed's accelerator too. ConfigError when there are fewer GPUs than ranks:
-    for ``cuda`` always, for ``auto`` when there are some, which the CPU would leave idle, unless DS_ACCELERATOR=cpu
-    asks for that.
+    ``setting`` is the name of the wish in messages, and ``degrees`` are those of parallel.context and its like, by
+    name, which must divide the ranks. DeepSpeed's accelerator is set too. Raise ConfigError if there are fewer GPUs
+    than ranks: for ``cuda`` always, for ``auto`` if there are some, which the CPU would leave idle, unless
+    DS_ACCELERATOR=cpu asks for that.
     """
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), ranks_of_machine() or 1
     gpus = 0
@@ -41,7 +41,7 @@ def choose_device(wish: str, setting: str = "run.device", **degrees: int) -> tor
             f"{setting}='cuda': this machine runs {ranks} ranks, and torch {torch.__version__} sees {gpus} GPUs here."
             f"\n{remedy}."
         )
-    # All ranks of a machine alike: a group whose members compute on different devices has no common backend.
+    # The same on all ranks of a machine: a group with members on different devices has no common backend.
     if gpus < ranks:
         if gpus and os.environ.get("DS_ACCELERATOR") != "cpu":
             raise _idle_gpus(setting, ranks, gpus, degrees)
@@ -52,19 +52,19 @@ def choose_device(wish: str, setting: str = "run.device", **degrees: int) -> tor
         return torch.device("cpu")
     os.environ["DS_ACCELERATOR"] = "cuda"
     torch.cuda.set_device(local_rank)
-    # cuBLAS may cut a product with many terms, as a weight's gradient over all tokens is, into parts, and add these in
-    # bfloat16. With this it adds them in float32, and a product in bfloat16 is rounded once, as on a CPU.
+    # cuBLAS may cut a product with many terms, such as a weight's gradient over all tokens, into parts, and add these
+    # in bfloat16. With this it adds them in float32, and a product in bfloat16 is rounded once, as on a CPU.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return torch.device("cuda", local_rank)
 
 
 def _idle_gpus(setting: str, ranks: int, gpus: int, degrees: Mapping[str, int]) -> ConfigError:
-    """The refusal of more ranks than GPUs, with the commands that start as many, or compute on the CPU."""
+    """Return the error for more ranks than GPUs, with the commands that start as many, or compute on the CPU."""
     some = f"{gpus} GPU" + "s" * (gpus > 1)
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     fewer = list(arguments)
     for name, degree in degrees.items():
-        # 0 is as many as there are.
+        # 0 means as many as there are.
         if degree and gpus % degree:
             key = f"parallel.{name}"
             fewer = [*_without(fewer, key), f"--{key}", str(math.gcd(gpus, degree))]
@@ -80,7 +80,7 @@ def _idle_gpus(setting: str, ranks: int, gpus: int, degrees: Mapping[str, int]) 
 
 
 def _start(ranks: int, arguments: list[str]) -> str:
-    """The command that starts this script on so many ranks of one machine, by the launcher that started this one."""
+    """Return the command that starts this script on so many ranks of a machine, by the launcher of this process."""
     launcher = f"deepspeed --num_gpus {ranks}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = f"torchrun --standalone --nproc_per_node {ranks}"
@@ -88,7 +88,7 @@ def _start(ranks: int, arguments: list[str]) -> str:
 
 
 def _without(arguments: list[str], key: str) -> list[str]:
-    """The arguments without ``--key VALUE`` or ``--key=VALUE``; dashes stand for underscores."""
+    """Return the arguments without ``--key VALUE`` or ``--key=VALUE``; dashes stand for underscores."""
     flag, rest, skip = f"--{key.removeprefix('--')}", [], False
     for argument in arguments:
         name, _, value = argument.partition("=")
@@ -106,10 +106,10 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 
 
 def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Let PyTorch's blocks of GPU memory grow, unless the user has settings of his own for them.
+    """Let PyTorch's blocks of GPU memory grow, unless the user has set the allocator.
 
-    Rows of other documents need tensors of other sizes in each step. Blocks of fixed size keep memory between them that
-    no later tensor fits. To be called before a GPU is first used.
+    Rows of other documents need tensors of other sizes in each step. Blocks of fixed size leave gaps of memory that no
+    later tensor fits. Call it before a GPU is first used.
     """
     if not any(name in environment for name in _ALLOCATOR_SETTINGS):
         environment[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
@@ -121,33 +121,33 @@ _PRODUCT_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
 def keep_few_products(environment: MutableMapping[str, str]) -> None:
-    """Let PyTorch and oneDNN keep the code of 256 products in bfloat16, unless the user has numbers of his own.
+    """Let PyTorch and oneDNN keep the code of 256 products in bfloat16, unless the user has set the numbers.
 
-    Each size has code of its own, some 0.7 MiB, and experts and documents bring new sizes in each step. By default 1024
-    are kept: they were most of a small run's memory, and no step was faster. To be called before the first product.
+    Each size has its own code, some 0.7 MiB, and experts and documents bring new sizes in each step. By default 1024
+    are kept: they were most of a small run's memory, and no step was faster. Call it before the first product.
     """
     for name in _PRODUCT_CACHES:
         environment.setdefault(name, str(_PRODUCTS_KEPT))
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it; "cpu" for the CPU."""
+    """Return the maker's name of the device; "cpu" for the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "cpu"
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this process's tensors can still get: of its GPU, or its share of what this machine has left."""
+    """Return the bytes that this process's tensors can still get: of its GPU, or its share of this machine's memory."""
     if device.type != "cuda":
         return available_bytes() // (ranks_of_machine() or 1)
-    # What tensors gave back stays with the process, and serves the next ones.
+    # Memory that tensors gave back stays with the process, and serves the next ones.
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + reserved
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that tensors held so far on a GPU; on a CPU the largest resident set of this process."""
+    """Return the most bytes that tensors held so far on a GPU; on a CPU the largest resident set of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

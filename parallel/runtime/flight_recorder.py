@@ -15,9 +15,9 @@ _COLLECTIVES = "2000"
 
 
 def record_collectives(folder: Path) -> None:
-    """Have NCCL record its collectives, to files in this folder. Call it before the first process group is made.
+    """Make NCCL record its collectives, to files in this folder. Call it before the first process group is created.
 
-    What the user has set in the environment stays.
+    Variables that the user has set in the environment stay.
     """
     prefix = str(folder.absolute() / PREFIX)
     # Both names of each: torch 2.11 reads the older one.
@@ -27,7 +27,7 @@ def record_collectives(folder: Path) -> None:
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        # A collective that fails or takes too long ends the process, and does not clean up: that could wait for ever.
+        # A collective that fails or takes too long ends the process, and does not clean up: that could wait forever.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     }
     for name, value in settings.items():
@@ -35,12 +35,12 @@ def record_collectives(folder: Path) -> None:
 
 
 def trace_prefix() -> str:
-    """What the files' names begin with; empty where nothing is recorded."""
+    """Return the prefix of the files' names; empty if nothing is recorded."""
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE", "")
 
 
 def advice() -> str:
-    """What a user reads about the files; empty where nothing is recorded."""
+    """Return a hint to the user about the files; empty if nothing is recorded."""
     prefix = trace_prefix()
     if not prefix:
         return ""

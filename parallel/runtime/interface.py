@@ -1,4 +1,4 @@
-"""The network interface that gloo listens at."""
+"""Network interface that gloo listens at."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_gloo_interface() -> None:
-    """Name the interface that routes to where the ranks meet, unless the user named one.
+    """Name the interface that routes to the ranks' meeting host, unless the user named one.
 
-    Left alone, gloo advertises the address of the host's name, which on many machines is 127.0.0.1 and unreachable
+    By default gloo advertises the address of the host's name, which on many machines is 127.0.0.1 and unreachable
     from the others.
     """
     if os.environ.get(INTERFACE_VARIABLE) or "MASTER_ADDR" not in os.environ:
@@ -27,7 +27,7 @@ def choose_gloo_interface() -> None:
 
 
 def interface_towards(address: str) -> str | None:
-    """Name of the interface from which this machine sends to ``address``; None where the system knows no way."""
+    """Return the interface from which this machine sends to ``address``; None if the system has no route."""
     family = socket.AF_INET
     if ":" in address:
         family = socket.AF_INET6
@@ -39,7 +39,7 @@ def interface_towards(address: str) -> str | None:
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        # The loopback has the whole of 127.0.0.0/8, and names one address of it.
+        # The loopback has all of 127.0.0.0/8, and names one address of it.
         is_loopback = own.startswith("127.") and name == "lo"
         own_addresses = [a.address for a in addresses if a.family == family]
         if own in own_addresses or (is_loopback and own_addresses):

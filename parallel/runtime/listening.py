@@ -1,4 +1,4 @@
-"""Where a run's ranks meet, and sockets that listen there and nowhere else."""
+"""Host at which a run's ranks meet, and sockets that listen only there."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def is_one_machine() -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address of ``host`` alone; ``port`` 0 is any that is free.
+    """Return a socket that listens only at the address of ``host``; ``port`` 0 is any free one.
 
     If no address of this machine is ``host``'s, as behind a load balancer, it listens on all of them.
 
-    OSError if the port is taken.
+    Raise OSError if the port is taken.
     """
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         assert kind == socket.SOCK_STREAM
@@ -52,7 +52,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def own_address(listener: socket.socket) -> tuple[str, int]:
-    """Return where a process of this machine reaches a socket that listens."""
+    """Return the address at which a process of this machine reaches a listening socket."""
     host, port = listener.getsockname()[:2]
     if host in ("::", "0.0.0.0"):
         host = _LOOPBACK
@@ -60,7 +60,7 @@ def own_address(listener: socket.socket) -> tuple[str, int]:
 
 
 def _is_own(address: str, family: int) -> bool:
-    """Whether ``address`` is one of this machine: a port of it can be had."""
+    """Return whether ``address`` is one of this machine: a socket can be bound to it."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))

@@ -1,10 +1,10 @@
-"""The launchers above this process: found by their command lines, watched until one of them is gone.
+"""Launchers above this process: found by their command lines, watched until one of them is gone.
 
-A rank whose launcher was killed would train on with nobody to end it. Only launchers of ranks are looked for
-(DeepSpeed's and PyTorch's): a shell, a supervisor or a session may end while what it started goes on.
+A rank whose launcher was killed would train on, with no process to end it. Only launchers of ranks are looked for
+(DeepSpeed's and PyTorch's): a shell, a supervisor or a session may end while the processes that it started go on.
 
-A process handle (``pidfd_open``) says within milliseconds that a process has ended, whoever its parent is: the runner
-above the launcher is seen as well. The kernel's parent-death signal would say it of the parent alone.
+A process handle (``pidfd_open``) tells within milliseconds that a process has ended, whichever its parent is: the
+runner above the launcher is watched as well. The kernel's parent-death signal would cover only the parent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WRAPPERS = 3
 
 @dataclass(frozen=True)
 class Launcher:
-    """A process that this one was started by, directly or not."""
+    """Process that started this one, directly or not."""
 
     process: psutil.Process
     what: str
@@ -49,7 +49,7 @@ class Launcher:
         return f"{self.what} (process {self.process.pid})"
 
     def is_gone(self) -> bool:
-        """Whether it has ended, be it that nobody has asked for its exit code yet."""
+        """Return whether it has ended, even if its exit code has not been read yet."""
         try:
             return not self.process.is_running() or self.process.status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
@@ -57,7 +57,7 @@ class Launcher:
 
 
 def launcher_above() -> Launcher | None:
-    """The process that started this one as a rank; None where a user did so, or where it is gone."""
+    """Return the process that started this one as a rank; None if a user did so, or if it is gone."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents()[: _WRAPPERS + 1]:
             launcher = _as_launcher(process)
@@ -67,7 +67,7 @@ def launcher_above() -> Launcher | None:
 
 
 def launchers_above() -> list[Launcher]:
-    """All that this rank needs to go on: its launcher, and what runs that. Empty where a user started this process."""
+    """Return all launchers that this rank needs: its own, and those above it. Empty if a user started this process."""
     launcher = launcher_above()
     if launcher is None:
         return []
@@ -83,10 +83,10 @@ def launchers_above() -> list[Launcher]:
 
 
 def was_orphaned(first_parent: int) -> bool:
-    """Whether the launcher was gone before it could be found; ``first_parent`` was the parent as this process began."""
+    """Return whether the launcher was gone before it could be found; ``first_parent`` was the parent at the start."""
     now = os.getppid()
     is_rank = "RANK" in os.environ and ("CROSS_SIZE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ)
-    # Of a rank that a user starts by hand neither changes.
+    # For a rank that a user starts by hand neither changes.
     return is_rank and launcher_above() is None and (now != first_parent or now == 1)
 
 
@@ -99,12 +99,12 @@ def watch_launchers(launchers: Sequence[Launcher], on_gone: Callable[[Launcher],
 def _watch(launchers: Sequence[Launcher], on_gone: Callable[[Launcher], None]) -> None:
     handles = {}
     for launcher in launchers:
-        # Older kernels, other systems and strict containers have none: these are looked at again and again.
+        # Older kernels, other systems and strict containers have none: these processes are polled.
         with contextlib.suppress(OSError, AttributeError):
             handles[os.pidfd_open(launcher.process.pid)] = launcher
     gone = None
     while gone is None:
-        # A number may have been given to another process before the handle was opened: so all are looked at first.
+        # A process id may have been reused before the handle was opened: so all are checked first.
         gone = next((launcher for launcher in launchers if launcher.is_gone()), None)
         if gone is None and len(handles) == len(launchers):
             _wait(list(handles))
@@ -127,32 +127,32 @@ def _as_launcher(process: psutil.Process) -> Launcher | None:
     words = _words(process)
     if _LAUNCHER in words:
         return Launcher(process, "deepspeed's launcher", words)
-    # Only the program and what Python is told to run: a run's arguments may have any words.
+    # Only the program and the script that Python runs: a run's arguments may have any words.
     if any(word in _TORCHRUN or PurePath(word).name == "torchrun" for word in words[:4]):
         return Launcher(process, "torchrun", words)
     return None
 
 
 def _above(chain: Sequence[psutil.Process]) -> Launcher | None:
-    """What runs DeepSpeed's launcher: the runner of this machine, or the ssh connection that another one made."""
+    """Return the process above DeepSpeed's launcher: this machine's runner, or the ssh connection of another one's."""
     for process in chain:
         words, name = _words(process), process.name()
         if _is_runner(words):
             return Launcher(process, "deepspeed's runner", words)
         if name.startswith("sshd"):
             return Launcher(process, "the ssh connection of deepspeed's launcher", words)
-        # ssh has a shell run its command. A shell in which somebody types may end before what it has started.
+        # ssh has a shell run its command. An interactive shell may end before the processes that it has started.
         if name not in _SHELLS or "-c" not in words or not any(_LAUNCHER in word for word in words):
             return None
     return None
 
 
 def _senders(words: Sequence[str]) -> list[Launcher]:
-    """pdsh that started this launcher over ssh, and the runner above it, where they are on this machine."""
+    """Return the pdsh that started this launcher over ssh, and the runner above it, if they are on this machine."""
     mark = [word for word in words if word.startswith(_SAME_RUN)]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            # The program's file is called pdsh.bin where pdsh is a script.
+            # The program's file is called pdsh.bin if pdsh is a script.
             if not process.name().startswith(PDSH):
                 continue
             given = _words(process)
@@ -167,26 +167,26 @@ def _senders(words: Sequence[str]) -> list[Launcher]:
 
 
 def is_begun_by_process_1(script: str) -> bool:
-    """Whether process 1 is there to start this script, as in a container: once it ends, the system kills the others."""
+    """Return whether process 1 starts this script, as in a container: once it ends, the system kills the others."""
     with contextlib.suppress(psutil.Error):
-        # A shell or a tiny init that runs the launcher names the script as well; the init of a machine names none.
+        # A shell or a tiny init that runs the launcher names the script as well; the init of a machine does not.
         name = PurePath(script).name
         return name.endswith(".py") and any(name in word for word in _words(psutil.Process(1)))
     return False
 
 
 def is_launcher_word(word: str) -> bool:
-    """Whether this is the program in a command line that a user types to start ranks."""
+    """Return whether this is the program in a command line that a user types to start ranks."""
     return PurePath(word).name in _PROGRAMS
 
 
 def _is_runner(words: Sequence[str]) -> bool:
-    """Whether these words start ranks by DeepSpeed."""
+    """Return whether these words start ranks by DeepSpeed."""
     return any(word == _RUNNER or PurePath(word).name in _PROGRAMS[:3] for word in words[:4])
 
 
 def _words(process: psutil.Process) -> tuple[str, ...]:
-    """A command line; empty where the system does not say it, or the process has ended."""
+    """Return a command line; empty if the system does not give it, or the process has ended."""
     try:
         return tuple(process.cmdline())
     except psutil.Error:

@@ -1,7 +1,7 @@
-"""What this process is doing: marks that the work leaves for the watch, which reads them from its own thread.
+"""Marks of this process's current work, left for the watch, which reads them from its own thread.
 
-A mark is a few assignments to one object, without a clock and without a lock: the watch looks at them a few times in a
-time-out and notes itself when they have changed.
+A mark is a few assignments to one object, without a clock and without a lock: the watch reads them a few times in a
+time-out and notes the time itself when they have changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _NONE = -1
 
 
 class Doing:
-    """What the process is at. Every mark raises ``count``, whatever it says."""
+    """Current work of the process. Every mark increments ``count``."""
 
     __slots__ = ("count", "disk", "hop", "layer", "patient", "step", "wait", "what")
 
@@ -29,7 +29,7 @@ class Doing:
         self.count = 0
 
     def place(self) -> str:
-        """On a line: "forward, layer 12, hop 3"."""
+        """Return the place on one line: "forward, layer 12, hop 3"."""
         text = self.what
         if self.layer != _NONE:
             text += f", layer {self.layer}"
@@ -38,20 +38,20 @@ class Doing:
         return text
 
     def describe(self) -> str:
-        """On a line: "forward, layer 12, hop 3: exchanging keys and values with …"."""
+        """Return it on one line: "forward, layer 12, hop 3: exchanging keys and values with …"."""
         text = self.place()
         if self.wait:
             text += f": {self.wait}"
         return text
 
 
-# One in a process, as its main thread. No lock: the watch may see one mark's words with another one's number, and looks
-# again a moment later.
+# One per process, as its main thread. No lock: the watch may see one mark's words with another one's number, and reads
+# them again a moment later.
 DOING = Doing()
 
 
 def begin(what: str, *, step: int | None = None, disk: bool = False) -> None:
-    """Say what the process begins: a part of a step, or something between steps."""
+    """Mark the start of a part of a step, or of work between steps."""
     DOING.what, DOING.disk = what, disk
     # A part has layers and hops of its own.
     DOING.layer = DOING.hop = _NONE
@@ -61,20 +61,20 @@ def begin(what: str, *, step: int | None = None, disk: bool = False) -> None:
 
 
 def enter_layer(layer: int) -> None:
-    """Say which layer is computed from now on."""
+    """Mark the layer that is computed from now on."""
     DOING.layer, DOING.hop = layer, _NONE
     DOING.count += 1
 
 
 def enter_hop(hop: int) -> None:
-    """Say which hop of the ring is computed from now on, or waited for."""
+    """Mark the hop of the ring that is computed from now on, or waited for."""
     DOING.hop = hop
     DOING.count += 1
 
 
 @contextmanager
 def waiting(what: str, *, patient: bool = False) -> Iterator[None]:
-    """Say that the process waits for other ranks within the block."""
+    """Mark that the process waits for other ranks within the block."""
     # Waits may be nested: that of a library's group inside of one of ours.
     before = DOING.wait, DOING.patient
     DOING.wait, DOING.patient = what, patient

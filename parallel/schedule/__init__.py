@@ -1,4 +1,4 @@
-"""From a layout and a mask: each rank's attention work and the rows that travel. Pure."""
+"""Attention work of each rank, and the rows to send, computed from a layout and a mask. Pure."""
 
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.schedule import Schedule

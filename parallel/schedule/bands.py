@@ -1,8 +1,8 @@
-"""Which rows of one rank meet which rows of another: a table of slices between two lists of segments. Pure.
+"""Rows of one rank that meet rows of another: a table of slices between two lists of segments. Pure.
 
-A token's document and its index in the sequence decide what it sees; a kernel wants row indices. Between two segments
-of the same document the one follows from the other: query row i and key row j stand ``step·(i − j) + offset`` tokens
-apart, so every bound on the distance is a bound on i − j.
+A token's document and its index in the sequence decide which keys it sees; a kernel needs row indices. Between two
+segments of the same document the one follows from the other: query row i and key row j are ``step·(i − j) + offset``
+tokens apart, so every bound on the distance is a bound on i − j.
 
 Tables are int64 arrays [n, 8] whose columns ``longctx/kernels/attention/slices.py`` describes.
 """
@@ -21,7 +21,7 @@ NO_SLICES = np.empty((0, 8), dtype=np.int64)
 
 
 class Bounds(NamedTuple):
-    """Tokens that a query sees lie ``least`` to ``most`` before it; ``sinks`` restricts them to a document's first."""
+    """Bounds of the tokens that a query sees, ``least`` to ``most`` before it; ``sinks``: only a document's first."""
 
     least: int | None
     most: int | None
@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
 
 
 def mask_bounds(*, causal: bool, window: int | None, sink_tokens: int) -> tuple[Bounds, ...]:
-    """The mask as disjoint bounds on the distance of query to key."""
+    """Return the mask as disjoint bounds on the distance of query to key."""
     if window is None and causal:
         return (Bounds(0, None),)
     if window is None:
@@ -38,7 +38,7 @@ def mask_bounds(*, causal: bool, window: int | None, sink_tokens: int) -> tuple[
     if causal:
         nearest = 0
     found = [Bounds(nearest, window - 1)]
-    # Sinks are seen from beyond the window alone: the bounds must not overlap, or a pair would count twice.
+    # Sinks are seen only from beyond the window: the bounds must not overlap, or a pair would count twice.
     if sink_tokens:
         found.append(Bounds(window, None, sinks=True))
         if not causal:
@@ -47,7 +47,7 @@ def mask_bounds(*, causal: bool, window: int | None, sink_tokens: int) -> tuple[
 
 
 def own_slices(segments: Segments, causal: bool) -> ndarray:
-    """A rank's rows among themselves without a window: one slice a document.
+    """Return the slices of a rank's rows among themselves without a window: one slice per document.
 
     A document's rows on a rank are neighbours in ascending order, so causality between them is local.
     """
@@ -62,12 +62,12 @@ def own_slices(segments: Segments, causal: bool) -> ndarray:
 
 
 def prefix_slices(queries: Segments, keys: Segments, causal: bool) -> ndarray:
-    """Slices between two ranks' runs of neighbouring tokens, without a window: full rectangles only.
+    """Return the slices between two ranks' runs of neighbouring tokens, without a window: full rectangles only.
 
-    Ranges of two ranks never overlap, so what a query segment sees of a document on the other rank is the rows before
-    it: a prefix of that document's rows there, which are neighbours.
+    Ranges of two ranks never overlap, so of a document on the other rank a query segment sees the rows before it: a
+    prefix of that document's rows there, which are neighbours.
     """
-    # Per query segment the first and last key segment of its document; only those before it where causal.
+    # For each query segment, the first and last key segment of its document; only those before it if causal.
     first = np.searchsorted(keys.document, queries.document, side="left")
     stop = np.searchsorted(keys.document, queries.document, side="right")
     if causal:
@@ -84,11 +84,11 @@ def prefix_slices(queries: Segments, keys: Segments, causal: bool) -> ndarray:
 
 
 def band_slices(queries: Segments, keys: Segments, bounds: Bounds, sink_ends: ndarray) -> ndarray:
-    """Slices between two ranks' segments, one for each two that meet, with their exact distances.
+    """Return the slices between two ranks' segments, one for each two that meet, with their exact distances.
 
-    A query segment's keys come from the nearest segment back to the farthest. ``sink_ends`` has the token behind each
-    document's sinks. Where the two step differently (a key layout of its own) i − j is no measure of distance; there
-    each query row is a segment of its own.
+    A query segment's keys come from the nearest segment back to the farthest. ``sink_ends`` has the token after each
+    document's sinks. If the two step differently (a separate key layout), i − j does not measure distance; then each
+    query row is a segment of its own.
     """
     if queries.step != keys.step:
         queries = queries.single_rows()
@@ -97,7 +97,7 @@ def band_slices(queries: Segments, keys: Segments, bounds: Bounds, sink_ends: nd
 
 
 def meeting_segments(queries: Segments, keys: Segments, bounds: Bounds) -> tuple[ndarray, ndarray]:
-    """(query segment, key segment) of every two of one document with tokens that the bounds may let meet."""
+    """Return (query segment, key segment) of every two of one document with tokens that the bounds may let meet."""
     nearest: ndarray | int = MOST_TOKENS
     if bounds.least is not None:
         nearest = queries.last - bounds.least
@@ -114,13 +114,13 @@ def meeting_segments(queries: Segments, keys: Segments, bounds: Bounds) -> tuple
 def slices_between(
     queries: Segments, q: ndarray, keys: Segments, k: ndarray, bounds: Bounds, sink_ends: ndarray
 ) -> ndarray:
-    """The slices of query segments ``q`` with key segments ``k``, trimmed; none for two of which no tokens meet."""
+    """Return the slices of query segments ``q`` with key segments ``k``, trimmed; none for two that do not meet."""
     if not len(q):
         return NO_SLICES
     step = keys.step
     q_row, q_length, k_row, k_length = queries.row[q], queries.length[q], keys.row[k], keys.length[k]
     if bounds.sinks:
-        # Sinks are the first keys of their document: of each key segment only its head counts.
+        # Sinks are the first keys of their document: only the head of each key segment counts.
         num_sinks = -((keys.start[k] - sink_ends[keys.document[k]]) // step)
         k_length = np.clip(num_sinks, 0, k_length)
     # Tokens apart = step · (i − j) + offset, so bounds on tokens become bounds lo ≤ i − j ≤ hi on rows.
@@ -130,10 +130,10 @@ def slices_between(
         lo = -((offset - bounds.least) // step)
     if bounds.most is not None:
         hi = (bounds.most - offset) // step
-    # Trim rows that see nothing, and keys that nobody sees.
+    # Trim query rows that see no key, and keys that no query sees.
     q_start, k_stop = np.maximum(q_row, k_row + lo), np.minimum(k_row + k_length, q_row + q_length - lo)
     q_stop, k_start = np.minimum(q_row + q_length, k_row + k_length + hi), np.maximum(k_row, q_row - hi)
-    # A bound that every pair of the trimmed slice keeps is dropped: kernels take open bands without a mask.
+    # A bound that holds for every pair of the trimmed slice is dropped: kernels need no mask for open bands.
     lo_holds, hi_holds = lo <= q_start - (k_stop - 1), hi >= (q_stop - 1) - k_start
     some = (q_start < q_stop) & (k_start < k_stop) & (lo <= hi) & (k_length > 0)
     lo, hi = np.where(lo_holds, OPEN, lo), np.where(hi_holds, OPEN, hi)
@@ -141,7 +141,7 @@ def slices_between(
 
 
 def shift_slices(table: ndarray, queries: ndarray | int = 0, keys: ndarray | int = 0) -> ndarray:
-    """The same work with query rows counted ``queries`` and key rows ``keys`` further on, for all or for each slice."""
+    """Return the same work with query rows shifted by ``queries`` and key rows by ``keys``, for all or per slice."""
     # Bands bound i − j, so they move by the difference; an open bound stays open.
     by = np.asarray(queries) - np.asarray(keys)
     moved = table.copy()
@@ -154,12 +154,12 @@ def shift_slices(table: ndarray, queries: ndarray | int = 0, keys: ndarray | int
 
 
 def area(table: ndarray) -> int:
-    """Pairs of rows inside the bands of a table: a causal slice of n rows has n(n+1)/2."""
+    """Return the number of row pairs inside the bands of a table: a causal slice of n rows has n(n+1)/2."""
     return int(areas(table).sum())
 
 
 def areas(table: ndarray) -> ndarray:
-    """The pairs of each slice."""
+    """Return the number of pairs of each slice."""
     q_start, q_stop, k_start, k_stop, lo, hi = table.T[:STEP]
     # Pairs with i − j ≤ hi, less those with i − j < lo, both counted from the corner of the slice.
     n, m, first = q_stop - q_start, k_stop - k_start, q_start - k_start
@@ -168,7 +168,7 @@ def areas(table: ndarray) -> ndarray:
 
 
 def _num_at_most(n: ndarray, m: ndarray, bound: ndarray) -> ndarray:
-    """Pairs (i, j) of an n × m rectangle with i − j ≤ bound: row i has the keys from i − bound on."""
+    """Count the pairs (i, j) of an n × m rectangle with i − j ≤ bound: row i has the keys from i − bound on."""
     bound = np.clip(bound, -m, n)
 
     def staircase(height: ndarray) -> ndarray:
@@ -189,7 +189,7 @@ def _table(
     step: int = 1,
     offset: ndarray | int = 0,
 ) -> ndarray:
-    """Columns as a table."""
+    """Build a table from its columns."""
     table = np.empty((len(q_start), 8), dtype=np.int64)
     for number, column in enumerate((q_start, q_stop, k_start, k_stop, lo, hi, step, offset)):
         table[:, number] = column

@@ -1,6 +1,6 @@
 """The work of one rank's cached keys with a chunk's queries. Pure.
 
-Queries visit the keys here, and not keys the queries as in training: a chunk has few tokens, its cache many.
+Queries visit the keys here, while in training keys visit the queries: a chunk has few tokens, its cache many.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from parallel.schedule.work import Mask, entries, strided_bounds
 
 
 def cached_work(queries: Runs, earlier: Runs, new: Runs, *, stop: int, mask: Mask, distances: bool) -> tuple[Work, ...]:
-    """What these queries of a chunk that ends before ``stop`` see of a rank's keys; empty where that is nothing.
+    """Return the work of these queries of a chunk that ends before ``stop`` with a rank's keys; empty if there is none.
 
-    Key rows count in the runs of ``earlier``, which are all before the chunk, then in ``new``, of the chunk. Query rows
-    count in those of ``queries``. ``distances`` asks for each slice's.
+    Key rows are counted in the runs of ``earlier``, which are all before the chunk, then in ``new``, of the chunk.
+    Query rows are counted in those of ``queries``. With ``distances`` each slice has its tokens' distance.
     """
     boundaries = np.array([0, stop])
     query_segments = cut_segments(queries, boundaries)
@@ -60,7 +60,7 @@ def _strided(queries: Segments, keys: Segments, boundaries: ndarray, mask: Mask)
     back = reach(mask.window, mask.stride)
     query_classes = sort_by_class(queries, boundaries, mask.stride, back, early=False)
     key_classes = sort_by_class(keys, boundaries, mask.stride, back, early=True)
-    # Caches go with causal attention alone: nothing lies ahead.
+    # Caches are only for causal attention: no key is ahead.
     (bounds,) = strided_bounds(mask)
     found = strided_work(query_classes, key_classes, bounds)
     if found is None:

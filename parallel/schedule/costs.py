@@ -1,4 +1,4 @@
-"""What a rank's work costs: operations, and rows and bytes that it receives. Pure."""
+"""Costs of a rank's work: operations, and rows and bytes that it receives. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from parallel.schedule.work import RingWork
 
 
 def flops(work: int, shape: AttentionShape, ulysses: int, rank: int) -> int:
-    """Operations of a forward pass, 2·(D + V) for each of ``work`` query-key pairs and each head of the rank."""
+    """Return the operations of a forward pass: 2·(D + V) for each of ``work`` query-key pairs and each own head."""
     start, stop = HeadSplit.build(shape.num_heads, shape.num_kv_heads, ulysses).queries[rank % ulysses]
     return 2 * (stop - start) * shape.key_and_value_dim * work
 
 
 def bytes_received(ring: RingWork, rank: int, shape: AttentionShape, transport: str, ranks_per_node: int | None) -> int:
-    """Bytes that a rank receives in a forward pass; see ``Schedule.bytes_received``."""
+    """Return the bytes that a rank receives in a forward pass; see ``Schedule.bytes_received``."""
     ring_rank, ulysses_rank = divmod(rank, ring.layout.ulysses)
     split = HeadSplit.build(shape.num_heads, shape.num_kv_heads, ring.layout.ulysses)
     start, stop = split.keys[ulysses_rank]
@@ -26,7 +26,7 @@ def bytes_received(ring: RingWork, rank: int, shape: AttentionShape, transport: 
 
 
 def rows_by_link(ring: RingWork, ring_rank: int, ranks_per_node: int) -> tuple[int, int]:
-    """(rows within the node, rows from other nodes) that ``two_level`` brings to a ring rank."""
+    """Return (rows within the node, rows from other nodes) that ``two_level`` brings to a ring rank."""
     node, local_rank = divmod(ring_rank, ranks_per_node)
     ranks_in_node = range(node * ranks_per_node, (node + 1) * ranks_per_node)
     within = across = 0
@@ -42,7 +42,7 @@ def rows_by_link(ring: RingWork, ring_rank: int, ranks_per_node: int) -> tuple[i
 
 
 def _rows_received(ring: RingWork, ring_rank: int, transport: str, ranks_per_node: int | None) -> int:
-    # A ring rank's own rows travel nowhere, under any transport.
+    # A ring rank's own rows are never sent, under any transport.
     degree = ring.layout.ring_degree
     if transport == "p2p":
         return sum(ring.hop(ring_rank, owner).num_rows for owner in range(degree) if owner != ring_rank)

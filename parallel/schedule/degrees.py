@@ -1,4 +1,4 @@
-"""``degrees_of``: the context degree of each document of a micro-batch, and how even its attention is. Pure."""
+"""``degrees_of``: the context degree of each document of a micro-batch, and the imbalance of its attention. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.schedule.segments import cut_segments
 
 @dataclass(frozen=True)
 class Degrees:
-    """How a micro-batch lies on its ranks."""
+    """Distribution of a micro-batch over its ranks."""
 
     ranks: tuple[int, ...]
     """Of each document that counts, the ranks that hold a part of it."""
@@ -52,5 +52,5 @@ def degrees_of(layout: SequenceLayout, documents: PackedDocuments, *, causal: bo
 
 
 def _keys_seen(first: ndarray, count: ndarray, step: int) -> int:
-    """Keys that causal queries see: tokens first, first + step, … of their document, ``count`` of them."""
+    """Count the keys that causal queries see: ``count`` tokens first, first + step, … of their document."""
     return int((count * (first + 1) + step * (count * (count - 1) // 2)).sum())

@@ -1,4 +1,4 @@
-"""HeadSplit, AttentionShape: which heads a rank computes."""
+"""HeadSplit, AttentionShape: the heads that a rank computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HeadRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each of ``ulysses`` ranks computes."""
+    """Heads that each of ``ulysses`` ranks computes."""
 
     queries: tuple[HeadRange, ...]
     """Query heads of each rank: disjoint, all of them."""
@@ -24,7 +24,7 @@ class HeadSplit:
 
     @classmethod
     def build(cls, num_heads: int, num_kv_heads: int, ulysses: int) -> HeadSplit:
-        """The split; ConfigError when there are fewer query heads than ranks, or key heads do not divide them."""
+        """Build the split. Raise ConfigError for fewer query heads than ranks, or if key heads do not divide them."""
         check_heads(num_heads, num_kv_heads, ulysses)
         group = num_heads // num_kv_heads
         # Rounded cuts differ by one head at most. A rank needs the key heads of its first to its last query head.
@@ -33,17 +33,17 @@ class HeadSplit:
         return cls(tuple(queries), tuple(keys), group)
 
     def key_of_query(self, rank: int) -> list[int] | None:
-        """For each query head of the rank its key head, counted in the rank's own; None when they group evenly."""
+        """Return for each query head of the rank its key head, counted in the rank's own; None if they group evenly."""
         (start, stop), (first, last) = self.queries[rank], self.keys[rank]
         wanted = [head // self.group_size - first for head in range(start, stop)]
-        # Kernels group query heads evenly over key heads; where the rank's own do so too, nothing needs expanding.
+        # Kernels group query heads evenly over key heads; if the rank's own do so too, nothing needs expanding.
         even, rest = divmod(stop - start, last - first)
         if not rest and wanted == [head // even for head in range(stop - start)]:
             return None
         return wanted
 
     def bytes_received(self, rank: int, num_local: int, bytes_per_value: int, shape: AttentionShape) -> int:
-        """Bytes that trading brings a rank in a forward pass: its heads of the others' rows, its rows' other heads."""
+        """Return the bytes that a rank receives by trading in a forward pass: its heads of others' rows, and back."""
         (start, stop), (first, last) = self.queries[rank], self.keys[rank]
         value_dim = shape.key_and_value_dim - shape.head_dim
         # First queries, keys and values of this rank's heads; after attention the output of its rows' other heads.
@@ -54,7 +54,7 @@ class HeadSplit:
 
 
 def check_heads(num_heads: int, num_kv_heads: int, ulysses: int) -> None:
-    """ConfigError unless so many ranks can share the heads."""
+    """Raise ConfigError unless so many ranks can share the heads."""
     if num_heads % num_kv_heads:
         raise ConfigError(f"{num_kv_heads} key heads do not divide {num_heads} query heads.")
     if ulysses > num_heads:
@@ -65,7 +65,7 @@ def check_heads(num_heads: int, num_kv_heads: int, ulysses: int) -> None:
 
 
 class AttentionShape(NamedTuple):
-    """The sizes by which rows become bytes, and query-key pairs floating-point operations."""
+    """Sizes that convert rows to bytes, and query-key pairs to floating-point operations."""
 
     num_heads: int
     num_kv_heads: int
@@ -76,7 +76,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def key_and_value_dim(self) -> int:
-        """Both head sizes together."""
+        """Sum of both head sizes."""
         if self.value_dim is None:
             return 2 * self.head_dim
         return self.head_dim + self.value_dim

@@ -1,4 +1,4 @@
-"""RowRanges: which of a rank's rows travel, and where they lie among those that have arrived. Pure."""
+"""RowRanges: rows of a rank that are sent, and their places among those that have arrived. Pure."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch import Tensor
 class RowRanges:
     """Ascending disjoint ranges [start, stop) of rows.
 
-    What follows from them (an index on a device, their position in others) is built once.
+    Derived data (an index on a device, their position in others) is built once.
     """
 
     def __init__(self, starts: ndarray, stops: ndarray) -> None:
-        """``union`` makes ranges that are ascending and disjoint."""
+        """Take ranges that are ascending and disjoint; ``union`` makes such ranges."""
         self.starts, self.stops = starts, stops
         self._index: dict[torch.device, Tensor] = {}
         self._located: list[tuple[RowRanges, RowRanges]] = []
 
     @classmethod
     def whole(cls, num_rows: int) -> RowRanges:
-        """The rows from 0 on."""
+        """Return the rows from 0 on."""
         return cls(np.array([0]), np.array([num_rows]))
 
     @classmethod
     def union(cls, parts: Sequence[RowRanges]) -> RowRanges:
-        """The rows that at least one of these holds."""
+        """Return the rows that at least one of these holds."""
         return union(np.concatenate([p.starts for p in parts]), np.concatenate([p.stops for p in parts]))
 
     def __len__(self) -> int:
-        """How many ranges."""
+        """Return the number of ranges."""
         return len(self.starts)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -52,11 +52,11 @@ class RowRanges:
 
     @cached_property
     def num_rows(self) -> int:
-        """Rows that the ranges hold."""
+        """Number of rows in the ranges."""
         return int((self.stops - self.starts).sum())
 
     def index(self, device: torch.device) -> Tensor:
-        """Every row, one after another."""
+        """Return the indices of all rows, one after another."""
         if device not in self._index:
             # Built on the CPU and copied once: every layer of a batch takes the same rows.
             lengths = self.stops - self.starts
@@ -65,11 +65,11 @@ class RowRanges:
         return self._index[device]
 
     def packing_shifts(self, rows: ndarray) -> ndarray:
-        """How far each of these rows, which the ranges hold, moves when they are packed together."""
+        """Return how far each of these rows, which the ranges hold, moves when they are packed together."""
         return -self._unpacking_shifts[np.searchsorted(self.starts, rows, side="right") - 1]
 
     def located_in(self, within: RowRanges) -> RowRanges:
-        """Where the rows lie among the packed rows of ``within``, which hold them all."""
+        """Return the places of the rows among the packed rows of ``within``, which hold them all."""
         # By identity: comparing ranges would cost as much as locating them, and there are only a few.
         for known, located in self._located:
             if known is within:
@@ -81,14 +81,14 @@ class RowRanges:
 
     @cached_property
     def _unpacking_shifts(self) -> ndarray:
-        """How far the rows of each range move from where they are packed."""
+        """Distance by which the rows of each range move from their packed places."""
         lengths = self.stops - self.starts
         return self.starts - (np.cumsum(lengths) - lengths)
 
 
 def union(starts: ndarray, stops: ndarray) -> RowRanges:
-    """The ranges that hold the rows of these ranges, which may overlap and come in any order."""
-    # Sorted by start, a range begins wherever a start lies beyond everything before it.
+    """Return the ranges that hold the rows of these ranges, which may overlap and come in any order."""
+    # Sorted by start, a range begins wherever a start is beyond everything before it.
     order = np.argsort(starts, kind="stable")
     starts, reach = starts[order], np.maximum.accumulate(stops[order])
     gaps = starts[1:] > reach[:-1]

@@ -1,8 +1,8 @@
-"""``Schedule``: who computes what with whose keys. Pure; answers without a process.
+"""``Schedule``: the work of each rank with each rank's keys. Pure; needs no process.
 
 A *ring rank* stands for the ranks that hold the same rows: a single rank, or the ``ulysses`` ranks that share its rows
-by heads. For each two ring ranks the schedule knows which rows of the owner travel to the receiver (those that some
-query there sees, nothing else) and what the receiver computes with them.
+by heads. For each two ring ranks the schedule knows the owner's rows that are sent to the receiver (only those that
+some query there sees) and the receiver's work with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallel.schedule.work import Hop, RingWork
 
 
 class Schedule(RingWork):
-    """The work of every rank for one layout, one set of documents and one mask."""
+    """Work of every rank for one layout, one set of documents and one mask."""
 
     @classmethod
     def build(
@@ -38,14 +38,14 @@ class Schedule(RingWork):
         stride: int = 0,
         key_documents: PackedDocuments | None = None,
     ) -> Schedule:
-        """The schedule of a layout for documents that end at ``cu_seqlens`` (default: one document).
+        """Build the schedule of a layout for documents that end at ``cu_seqlens`` (default: one document).
 
-        A query sees the keys of its document with 0 ≤ i − j (any, when not causal), with a window those with
-        0 ≤ i − j < window (|i − j| < window), and besides the document's first ``sink_tokens``, however far before it,
+        A query sees the keys of its document with 0 ≤ i − j (any, if not causal), with a window those with
+        0 ≤ i − j < window (|i − j| < window), and also the document's first ``sink_tokens``, however far before it,
         or, if causal, those any multiple of ``stride`` before it.
         With ``key_documents`` (cross attention) the keys are another sequence's, in ``key_layout``: a query sees all
-        keys of the document with its own's number, and none where that is empty.
-        ConfigError when the boundaries do not ascend from 0 to the layout's token count, or the mask makes no sense.
+        keys of the document with its own document's number, and none if that is empty.
+        Raise ConfigError if the boundaries do not ascend from 0 to the layout's token count, or the mask is invalid.
         """
         documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
         check_window(window, sink_tokens)
@@ -61,15 +61,15 @@ class Schedule(RingWork):
         return cls(layout, key_layout, documents.bounds, False, None, 0, key_cu_seqlens=key_documents.bounds)
 
     def with_distances(self) -> Schedule:
-        """The same schedule with each slice's distances, for scores that depend on them."""
+        """Return the same schedule with each slice's distances, for scores that depend on them."""
         if self.distances:
             return self
         return replace(self, distances=True)
 
     @property
     def digest(self) -> str:
-        """A fingerprint: ranks that share a sequence must have the same one."""
-        # `distances` is left out: it changes what a rank computes, not what travels.
+        """Fingerprint, which must be the same on all ranks that share a sequence."""
+        # `distances` is left out: it changes the work of a rank, not the rows that are sent.
         layouts = [(x.kind, x.num_tokens, x.degree, x.ulysses, x.runs) for x in (self.layout, self.key_layout)]
         mask = (self.cu_seqlens, self.causal, self.window, self.sink_tokens, self.stride)
         if self.key_cu_seqlens is not None:
@@ -77,7 +77,7 @@ class Schedule(RingWork):
         return blake2b(repr((layouts, mask)).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
-        """Layout and mask on one line."""
+        """Return layout and mask on one line."""
         layout = self.layout
         kind = "bidirectional"
         if self.causal:
@@ -95,16 +95,16 @@ class Schedule(RingWork):
         return described
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
-        """A rank's work; entry h meets the keys of the ring rank h before its own (entry 0: its own)."""
+        """Return a rank's work; entry h meets the keys of the ring rank h before its own (entry 0: its own)."""
         degree = self.layout.ring_degree
         receiver = rank // self.layout.ulysses
         # In each hop every ring rank receives from one other and sends to one other: the load on links is even.
         return tuple(self.hop(receiver, (receiver - h) % degree) for h in range(degree))
 
     def pairs(self, rank: int) -> tuple[tuple[AttentionSlice, ...], ...]:
-        """For each hop its slices, query rows counted in the ring rank's rows and key rows as they arrive.
+        """Return each hop's slices, with query rows counted in the ring rank's rows and key rows as they arrive.
 
-        A stride's work is not in them: it counts rows in another order, see ``Hop.work``.
+        They do not include a stride's work: it counts rows in another order, see ``Hop.work``.
         """
         pairs: list[tuple[AttentionSlice, ...]] = []
         for hop in self.hops(rank):
@@ -117,40 +117,40 @@ class Schedule(RingWork):
         return tuple(pairs)
 
     def rows_received(self, rank: int) -> int:
-        """Key/value rows that travel to a rank's ring rank from the others."""
+        """Return the number of key/value rows that a rank's ring rank receives from the others."""
         return sum(hop.num_rows for hop in self.hops(rank)[1:])
 
     def work(self, rank: int) -> int:
-        """Query-key pairs of tokens that a rank's ring rank computes, for each head."""
+        """Return the number of query-key pairs of tokens that a rank's ring rank computes, for each head."""
         return sum(area(work.slices.numpy()) for hop in self.hops(rank) for work in hop.work)
 
     def imbalance(self) -> float:
-        """Most work on a ring rank over the mean: 1.0 when attention is even."""
+        """Return the most work on a ring rank over the mean: 1.0 if attention is even."""
         # One rank of each ring rank: the others split its heads and have the same pairs.
         work = [self.work(rank) for rank in range(0, self.layout.degree, self.layout.ulysses)]
         return max(work) * len(work) / sum(work)
 
     def flops(self, rank: int, shape: AttentionShape) -> int:
-        """Floating-point operations of a rank's forward pass, 2·(D + V) a pair and head; backward takes 2.5 × that."""
+        """Return the FLOPs of a rank's forward pass, 2·(D + V) per pair and head; backward takes 2.5 × that."""
         return costs.flops(self.work(rank), shape, self.layout.ulysses, rank)
 
     def bytes_received(
         self, rank: int, shape: AttentionShape, transport: str = "p2p", ranks_per_node: int | None = None
     ) -> int:
-        """Bytes that a rank receives in a forward pass: rows of keys and values, and heads where Ulysses trades them.
+        """Return the bytes that a rank receives in a forward pass: keys and values, and heads if Ulysses trades them.
 
-        ``p2p`` brings the rows that are needed, ``all_gather`` all rows, ``two_level`` what is needed plus, at the rank
-        that hands rows round in its node (of ``ranks_per_node`` ring ranks), what it passes on and does not need.
+        ``p2p`` brings the needed rows, ``all_gather`` all rows, ``two_level`` the needed rows plus, at the rank that
+        hands rows round in its node (of ``ranks_per_node`` ring ranks), those that it passes on and does not need.
         """
         return costs.bytes_received(self, rank, shape, transport, ranks_per_node)
 
     def rows_by_link(self, ring_rank: int, ranks_per_node: int) -> tuple[int, int]:
-        """(rows within the node, rows from other nodes) that ``two_level`` brings to a ring rank."""
+        """Return (rows within the node, rows from other nodes) that ``two_level`` brings to a ring rank."""
         return costs.rows_by_link(self, ring_rank, ranks_per_node)
 
 
 def check_window(window: int | None, sink_tokens: int) -> None:
-    """ConfigError unless the two make a mask."""
+    """Raise ConfigError unless the two make a mask."""
     if window is not None and window < 1:
         raise ConfigError(f"window={window} must be at least 1 (a query sees itself), or None for no window.")
     if sink_tokens < 0 or (sink_tokens and window is None):
@@ -161,7 +161,7 @@ def check_window(window: int | None, sink_tokens: int) -> None:
 
 
 def check_stride(stride: int, window: int | None, sink_tokens: int) -> None:
-    """ConfigError unless a stride goes with the rest of the mask."""
+    """Raise ConfigError unless a stride goes with the rest of the mask."""
     if stride < 0 or (stride and (window is None or sink_tokens)):
         raise ConfigError(
             f"stride={stride} (0 for none) needs a window, and goes with no sink tokens; got window={window}, "
@@ -172,7 +172,7 @@ def check_stride(stride: int, window: int | None, sink_tokens: int) -> None:
 def check_key_documents(
     layout: SequenceLayout, documents: PackedDocuments, keys: SequenceLayout, key_documents: PackedDocuments
 ) -> None:
-    """ConfigError unless each document has its keys', and both sequences lie on the same ranks."""
+    """Raise ConfigError unless each document has one of keys, and both sequences are on the same ranks."""
     if key_documents.num_documents != documents.num_documents:
         raise ConfigError(
             f"the queries have {documents.num_documents} documents, the keys {key_documents.num_documents}: each query "
@@ -188,7 +188,7 @@ def check_key_documents(
 
 
 def check_key_layout(layout: SequenceLayout, keys: SequenceLayout, stride: int) -> None:
-    """ConfigError unless the keys may live in this layout."""
+    """Raise ConfigError unless the keys may have this layout."""
     if (keys.num_tokens, keys.ring_degree) != (layout.num_tokens, layout.ring_degree):
         raise ConfigError(
             f"the keys' layout has {keys.num_tokens} tokens on {keys.ring_degree} ring ranks, the queries' "

@@ -14,7 +14,7 @@ from parallel.layout.sequence import Run, SequenceLayout
 
 @dataclass(frozen=True)
 class Segments:
-    """Pieces of documents in the order of the sequence, an entry of each array for each piece."""
+    """Pieces of documents in the order of the sequence, with an entry of each array for each piece."""
 
     document: ndarray
     start: ndarray
@@ -45,14 +45,14 @@ class Segments:
         return sort_key(self.document, self.last)
 
     def may_meet(self, others: Segments) -> bool:
-        """Whether the two can have a document in common: False for most ranks of many documents."""
+        """Return whether the two may have a document in common: False for most ranks of many documents."""
         if not len(self) or not len(others):
             return False
         # Segments ascend by document, so the ends give the range of documents on either side.
         return bool(self.document[0] <= others.document[-1] and others.document[0] <= self.document[-1])
 
     def single_rows(self) -> Segments:
-        """The same rows, each a segment of its own."""
+        """Return the same rows, each as a segment of its own."""
         of, row = expand_ranges(np.zeros_like(self.length), self.length)
         start = self.start[of] + self.step * row
         return Segments(self.document[of], start, np.ones_like(start), self.row[of] + row, self.step)
@@ -63,12 +63,12 @@ MOST_TOKENS = 2**31
 
 
 def sort_key(document: ndarray, token: ndarray | int) -> ndarray:
-    """Ascends with the document and, within one, with the token."""
+    """Return keys that ascend with the document and, within one, with the token."""
     return document * MOST_TOKENS + np.clip(token, 0, MOST_TOKENS - 1)
 
 
 def cut_segments(runs: Sequence[Run], boundaries: ndarray) -> Segments:
-    """A rank's runs cut at the document boundaries, in local (and global) order."""
+    """Cut a rank's runs at the document boundaries, in local (and global) order."""
     start, count, steps = np.array(runs, dtype=np.int64).reshape(-1, 3).T
     step = int(steps[0])
     # The documents that each run touches, then one entry for each (run, document).
@@ -76,7 +76,7 @@ def cut_segments(runs: Sequence[Run], boundaries: ndarray) -> Segments:
     last = np.searchsorted(boundaries, start + (count - 1) * step, side="right") - 1
     run, document = expand_ranges(first, last + 1)
     start, count, first_row = start[run], count[run], (np.cumsum(count) - count)[run]
-    # Rows of the run before each document's first token, and before the token behind its last.
+    # Rows of the run before each document's first token, and before the token after its last.
     begin = np.clip(-((start - boundaries[document]) // step), 0, count)
     end = np.clip(-((start - boundaries[document + 1]) // step), 0, count)
     some = np.flatnonzero(end > begin)  # a document that is empty, or falls between two rows, leaves nothing
@@ -85,7 +85,7 @@ def cut_segments(runs: Sequence[Run], boundaries: ndarray) -> Segments:
 
 
 def segments_of_all(layout: SequenceLayout, boundaries: ndarray) -> tuple[Segments, ndarray]:
-    """The segments of all ring ranks in the order of the sequence, and the ring rank of each."""
+    """Return the segments of all ring ranks in the order of the sequence, and the ring rank of each."""
     counts = [len(runs) for runs in layout.runs]
     runs = [run for runs in layout.runs for run in runs]
     starts = np.array([run.start for run in runs])
@@ -97,8 +97,8 @@ def segments_of_all(layout: SequenceLayout, boundaries: ndarray) -> tuple[Segmen
 
 
 def shared_documents(layout: SequenceLayout, bounds: Sequence[int]) -> ndarray:
-    """The documents (numbers, ascending) with tokens on several ranks; the others lie on one rank whole."""
-    # Ring rank after ring rank, so that a row counted over all of them says which rank holds it: Ulysses too.
+    """Return the documents (numbers, ascending) with tokens on several ranks; the others are on one rank each."""
+    # Ring rank after ring rank, so that a row counted over all of them gives the rank that holds it, Ulysses included.
     runs = [run for of_rank in layout.runs for run in of_rank]
     segments = cut_segments(runs, np.asarray(bounds, dtype=np.int64))
     num_local, num_documents = layout.num_local(0), len(bounds) - 1
@@ -110,7 +110,7 @@ def shared_documents(layout: SequenceLayout, bounds: Sequence[int]) -> ndarray:
 
 
 def expand_ranges(start: ndarray, stop: ndarray) -> tuple[ndarray, ndarray]:
-    """(number of the range, value) for every value of the ranges [start, stop), one range after another."""
+    """Return (number of the range, value) for every value of the ranges [start, stop), one range after another."""
     # Each value is its index among all values, less the index of its range's first one, plus the range's start.
     counts = np.maximum(stop - start, 0)
     of = np.repeat(np.arange(len(counts)), counts)

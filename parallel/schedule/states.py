@@ -1,4 +1,4 @@
-"""StatePlan: which linear-attention states travel."""
+"""StatePlan: the linear-attention states that are sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel.layout.sequence import SequenceLayout
 
 
 class Open(NamedTuple):
-    """A segment (neighbouring tokens of one document on one rank) whose document has other segments."""
+    """Segment (neighbouring tokens of one document on one rank) whose document has other segments."""
 
     document: int
     start: int
@@ -28,7 +28,7 @@ class Open(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A segment of which a rank sends something."""
+    """Segment of which a rank sends data."""
 
     start: int
     """Its first global token."""
@@ -40,7 +40,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class StatePlan:
-    """Which states travel for one layout and one set of documents. Pure; the same on every rank."""
+    """States that are sent for one layout and one set of documents. Pure; the same on every rank."""
 
     layout: SequenceLayout
     cu_seqlens: tuple[int, ...]
@@ -60,21 +60,21 @@ class StatePlan:
         *,
         causal: bool = True,
     ) -> StatePlan:
-        """The plan: if causal, a segment gives to the later segments of its document, else to all others.
+        """Build the plan: if causal, a segment gives to the later segments of its document, else to all others.
 
-        ConfigError when the layout deals single tokens, or when the documents do not fit it.
+        Raise ConfigError if the layout deals single tokens, or if the documents do not fit it.
         """
         documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
         return _build_plan(layout, documents.bounds, causal)
 
     @property
     def digest(self) -> str:
-        """A fingerprint: ranks that share a sequence must have the same one."""
+        """Fingerprint, which must be the same on all ranks that share a sequence."""
         inputs = (self.layout.kind, self.layout.runs, self.layout.ulysses, self.cu_seqlens, self.causal)
         return blake2b(repr(inputs).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
-        """Layout and mask on one line."""
+        """Return layout and mask on one line."""
         layout = self.layout
         kind = "bidirectional"
         if self.causal:
@@ -86,15 +86,15 @@ class StatePlan:
 
     @property
     def num_given(self) -> int:
-        """States that each rank sends in a forward pass: as many as the rank that has most of them."""
+        """Number of states that each rank sends in a forward pass: as many as the rank that has most of them."""
         return max(map(len, self.given))
 
     def length(self, rank: int, segment: int) -> int:
-        """Tokens of a rank's segment."""
+        """Return the number of tokens of a rank's segment."""
         return self.ends[rank][segment + 1] - self.ends[rank][segment]
 
     def sources(self, document: int, sent: Sequence[Sequence[Open]]) -> list[Source]:
-        """The segments of a document among those that ranks send, in the order of the sequence."""
+        """Return the segments of a document among those that ranks send, in the order of the sequence."""
         sources = []
         for rank, of_rank in enumerate(sent):
             for slot, x in enumerate(of_rank):
@@ -103,7 +103,8 @@ class StatePlan:
         return sorted(sources)
 
     def rows_before(self, x: Open, reach: int) -> list[tuple[Source, int, int]]:
-        """The segments that hold the ``reach`` tokens before one: how many of each, and how many lie between.
+        """Return the segments with the ``reach`` tokens before ``x``, each with its number of tokens and of those
+        between.
 
         The nearest comes first. There are fewer tokens if the document begins later.
         """
@@ -116,7 +117,7 @@ class StatePlan:
         return rows
 
     def segments(self, rank: int) -> Segments:
-        """The rank's segments, as the one-device kernel takes them."""
+        """Return the rank's segments, as the one-device kernel takes them."""
         takes = tuple(x.segment for x in self.taken[rank])
         gives = tuple(x.segment for x in self.given[rank])
         return Segments(PackedDocuments.of(self.ends[rank]), takes, gives)
@@ -143,9 +144,9 @@ def _build_plan(layout: SequenceLayout, cu_seqlens: tuple[int, ...], causal: boo
     taken: list[tuple[Open, ...]] = []
     ends: list[tuple[int, ...]] = []
     for own in by_rank:
-        # A document that lies whole in one segment needs no one's state.
+        # A document within one segment needs no state of another.
         opened = [Open(x.document, x.start, n) for n, x in enumerate(own) if len(starts[x.document]) > 1]
-        # If causal, a document's last segment has no one to give to, its first no one to take from.
+        # If causal, a document's last segment gives to no other, and its first takes from no other.
         given.append(tuple(x for x in opened if not causal or x.start != last[x.document]))
         taken.append(tuple(x for x in opened if not causal or x.start != first[x.document]))
         ends.append(tuple(itertools.accumulate((x.stop - x.start for x in own), initial=0)))
@@ -153,7 +154,7 @@ def _build_plan(layout: SequenceLayout, cu_seqlens: tuple[int, ...], causal: boo
 
 
 def _segments(layout: SequenceLayout, cu_seqlens: tuple[int, ...], rank: int) -> list[_Segment]:
-    """The rank's rows as segments; neighbouring runs of a document are one."""
+    """Return the rank's rows as segments; neighbouring runs of a document are one."""
     found: list[_Segment] = []
     for run in layout.rank_runs(rank):
         if run.step > 1 and run.count > 1:

@@ -23,7 +23,7 @@ from parallel.schedule.segments import Segments, expand_ranges
 
 @dataclass(frozen=True)
 class ClassSegments:
-    """One rank's rows, those of each segment sorted by class."""
+    """Rows of one rank, those of each segment sorted by class."""
 
     pieces: Segments
     """The classes of each segment, by class; their ``document`` is the class (its first token), and rows count in
@@ -34,12 +34,12 @@ class ClassSegments:
     """The local row of every sorted row."""
 
     def single_rows(self) -> ClassSegments:
-        """The same rows, each a piece of its own."""
+        """Return the same rows, each as a piece of its own."""
         return ClassSegments(self.pieces.single_rows(), np.repeat(self.segment, self.pieces.length), self.order)
 
 
 class StridedWork(NamedTuple):
-    """Slices between rows that are gathered in another order first."""
+    """Slices between rows that are first gathered in another order."""
 
     query_rows: ndarray
     """Each at most once, in the order in which the slices count them."""
@@ -48,19 +48,19 @@ class StridedWork(NamedTuple):
     slices: ndarray
 
     def shifted(self, queries: int = 0, keys: ndarray | int = 0) -> StridedWork:
-        """The same work with rows counted otherwise by the ranks that hold them."""
+        """Return the same work with query rows shifted by ``queries`` and key rows by ``keys``."""
         return self._replace(query_rows=self.query_rows + queries, key_rows=self.key_rows + keys)
 
     def entry(self) -> Work:
-        """The work as a kernel's caller takes it."""
+        """Return the work in the form that a kernel's caller takes."""
         query_rows, key_rows, slices = (torch.from_numpy(array) for array in self)
         return Work(query_rows, key_rows, slices)
 
 
 def sort_by_class(segments: Segments, boundaries: ndarray, stride: int, reach: int, *, early: bool) -> ClassSegments:
-    """The rank's rows by class, without those that have no work: too early in their document for tokens before them.
+    """Return the rank's rows by class, without those that are too early in their document to have work.
 
-    A row has work with tokens at least ``reach`` before it; of ``early`` rows, with those at least so far behind.
+    A row has work with tokens at least ``reach`` before it; ``early`` rows have it with tokens at least so far after.
     """
     segments = _with_work(segments, boundaries, reach, early=early)
     step = lcm(stride, segments.step)  # between tokens of a class that are neighbours on the rank
@@ -70,7 +70,7 @@ def sort_by_class(segments: Segments, boundaries: ndarray, stride: int, reach: i
     start = segments.start[segment] + row_in_segment * segments.step
     length = -((row_in_segment - segments.length[segment]) // num_classes)
     document = segments.document[segment]
-    # A class goes by its first token in the document, which is a number that no other document has.
+    # A class is named by its first token in the document, a number that no other document has.
     kind = boundaries[document] + (start - boundaries[document]) % stride
     row = np.cumsum(length) - length
     # Meeting segments are found by binary search, which needs them by class and then by token.
@@ -80,7 +80,7 @@ def sort_by_class(segments: Segments, boundaries: ndarray, stride: int, reach: i
 
 
 def _with_work(segments: Segments, boundaries: ndarray, reach: int, *, early: bool) -> Segments:
-    """The parts of the segments with tokens of their document at least ``reach`` before them (``early``: behind)."""
+    """Return the segments' parts with tokens of their document at least ``reach`` before (``early``: after) them."""
     least, most = boundaries[segments.document], boundaries[segments.document + 1]
     if early:
         most = most - reach
@@ -95,7 +95,7 @@ def _with_work(segments: Segments, boundaries: ndarray, reach: int, *, early: bo
 
 
 def _class_order(segments: Segments, num_classes: int) -> ndarray:
-    """The local rows of the segments, each segment's by class."""
+    """Return the local rows of the segments, each segment's by class."""
     segment, row_in_segment = expand_ranges(np.zeros_like(segments.length), segments.length)
     # Stable: rows of a class stay in the order of the sequence.
     order = np.argsort(segment * num_classes + row_in_segment % num_classes, kind="stable")
@@ -103,11 +103,11 @@ def _class_order(segments: Segments, num_classes: int) -> ndarray:
 
 
 def strided_work(queries: ClassSegments, keys: ClassSegments, bounds: Bounds) -> StridedWork | None:
-    """What the queries see of the keys outside of their windows, rows counted as the ranks hold them; None if nothing.
+    """Return the queries' work with keys outside of their windows, rows counted as the ranks hold them; None if none.
 
-    ``bounds`` are the tokens beyond a window on one side. Names the rows that have a part in it and no others.
+    ``bounds`` are the tokens beyond a window on one side. The result names only the rows that have work.
     """
-    # A difference of rows measures no distance where the two step differently, but for single rows.
+    # If the two step differently, a difference of rows measures distance only between single rows.
     if queries.pieces.step != keys.pieces.step:
         queries = queries.single_rows()
     q, k = meeting_segments(queries.pieces, keys.pieces, bounds)
@@ -124,7 +124,7 @@ def strided_work(queries: ClassSegments, keys: ClassSegments, bounds: Bounds) ->
 
 
 def _rows_with_work(order: ndarray, starts: ndarray, stops: ndarray) -> tuple[ndarray, ndarray]:
-    """The rows that some slice names, and for each index of the order how many before it no slice names."""
+    """Return the rows that some slice names, and for each index of the order the number of unnamed rows before it."""
     # +1 where a slice begins, −1 where it ends: the running sum counts the slices that cover a row.
     edges = np.bincount(starts, minlength=len(order) + 1) - np.bincount(stops, minlength=len(order) + 1)
     named = edges.cumsum()[:-1] > 0

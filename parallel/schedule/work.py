@@ -1,4 +1,4 @@
-"""What one rank computes with the keys of another, and which rows travel for it. Pure.
+"""Work of one rank with the keys of another, and the rows that are sent for it. Pure.
 
 *Local* work counts the rows of both ranks as the ranks hold them. A hop counts key rows as they arrive, packed
 together, and query rows from the first that has work.
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Mask(NamedTuple):
-    """Which keys of its document a query sees; see ``Schedule.build``."""
+    """Mask of the keys of its document that a query sees; see ``Schedule.build``."""
 
     causal: bool
     window: int | None
@@ -47,7 +47,7 @@ class Mask(NamedTuple):
 
 @dataclass(frozen=True)
 class Hop:
-    """One ring rank's work with one owner's keys."""
+    """Work of one ring rank with one owner's keys."""
 
     owner: int
     """Ring rank whose keys these are."""
@@ -61,12 +61,12 @@ class Hop:
 
     @property
     def num_rows(self) -> int:
-        """Rows that travel."""
+        """Number of rows that are sent."""
         return self.rows.num_rows
 
 
 class Partners(NamedTuple):
-    """Whom a ring rank may exchange rows with; with all others it never does."""
+    """Ring ranks that a ring rank may exchange rows with; it never does with any other."""
 
     ring_rank: int
     degree: int
@@ -79,7 +79,7 @@ class Partners(NamedTuple):
 
     @property
     def hops(self) -> list[int]:
-        """The hops, from 1, in which the ring rank may receive or send: its keys' owner is so many before it."""
+        """Hops, from 1, in which the ring rank may receive or send; its keys' owner is so many ranks before it."""
         receives = {(self.ring_rank - owner) % self.degree for owner in self.owners}
         sends = {(receiver - self.ring_rank) % self.degree for receiver in self.receivers}
         return sorted(receives | sends)
@@ -87,7 +87,7 @@ class Partners(NamedTuple):
 
 @dataclass(frozen=True)
 class RingWork:
-    """The work between every two ring ranks, each built once, when it is first asked for."""
+    """Work between every two ring ranks, each built once, when it is first needed."""
 
     layout: SequenceLayout
     key_layout: SequenceLayout
@@ -104,15 +104,15 @@ class RingWork:
     _built: dict = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def hop(self, receiver: int, owner: int) -> Hop:
-        """The work of ring rank ``receiver`` with the keys of ring rank ``owner``."""
+        """Return the work of ring rank ``receiver`` with the keys of ring rank ``owner``."""
         return self._once(("hop", receiver, owner), lambda: self._build_hop(receiver, owner))
 
     def rows_needed(self, receiver: int, owner: int) -> RowRanges:
-        """The owner's local rows that some query of the receiver sees: the rows of their ``hop``, without the work."""
+        """Return the owner's local rows that some query of the receiver sees: those of their ``hop``, not its work."""
         if receiver == owner or ("hop", receiver, owner) in self._built:
             return self.hop(receiver, owner).rows
 
-        # The rank that sends asks only which rows to send: half of what a hop costs to build.
+        # The sending rank needs only the rows to send: half the cost of building a hop.
         def build() -> RowRanges:
             slices, strided = self._local_work(receiver, owner)
             return rows_seen(slices, strided)
@@ -120,24 +120,24 @@ class RingWork:
         return self._once(("rows", receiver, owner), build)
 
     def partners(self, ring_rank: int) -> Partners:
-        """The ring ranks that a ring rank may receive rows from, or send some to: found by two searches over all."""
+        """Return the ring ranks that a ring rank may receive rows from or send some to, by two searches over all."""
         return self._once(("partners", ring_rank), lambda: self._find_partners(ring_rank))
 
     def rows_to_node(self, owner: int, receivers: Sequence[int]) -> RowRanges:
-        """The owner's rows that at least one of these ring ranks needs: what crosses to their node, once."""
+        """Return the owner's rows that at least one of these ring ranks needs: they cross to their node once."""
         return self._once(
             ("to node", owner, tuple(receivers)),
             lambda: RowRanges.union([self.rows_needed(receiver, owner) for receiver in receivers]),
         )
 
     def gathered_work(self, receiver: int) -> tuple[Work, ...]:
-        """The work with the keys of all other ring ranks, where those of all ring ranks lie side by side."""
+        """Return the work with the keys of all other ring ranks, among the concatenated keys of all."""
         return self._once(("gathered", receiver), lambda: self._build_gathered(receiver))
 
     def _build_hop(self, receiver: int, owner: int) -> Hop:
         slices, strided = self._local_work(receiver, owner)
         if receiver == owner:
-            # A rank's own rows are not packed: they stay where they are.
+            # A rank's own rows are not packed: they stay in place.
             rows, queries = RowRanges.whole(self.key_layout.num_ring(owner)), (0, self.layout.num_ring(owner))
             return Hop(owner, rows, queries, entries(slices, strided))
         return other_hop(owner, slices, strided)
@@ -155,7 +155,7 @@ class RingWork:
         return entries(np.concatenate(slices), strided)
 
     def _local_work(self, receiver: int, owner: int) -> tuple[ndarray, list[StridedWork]]:
-        """The slices of the mask's bands, and what a stride adds to them."""
+        """Return the slices of the mask's bands, and the work that a stride adds to them."""
         if not self._may_meet(receiver, owner):
             return NO_SLICES, []
         queries, keys = self._segments(receiver), self._segments(owner, keys=True)
@@ -167,7 +167,7 @@ class RingWork:
         strided = []
         if self.stride:
             for bounds in strided_bounds(mask):
-                # Of what lies before a query, the query is the later one.
+                # Of a query and the keys before it, the query is the later one.
                 ahead = bounds.least is None
                 query_classes = self._classes(receiver, early=ahead)
                 key_classes = self._classes(owner, early=not ahead, keys=True)
@@ -175,10 +175,10 @@ class RingWork:
         return slices, [part for part in strided if part is not None]
 
     def _may_meet(self, receiver: int, owner: int) -> bool:
-        """Whether a query of the receiver may see a key of the owner: False for most ranks of many documents."""
+        """Return whether a query of the receiver may see a key of the owner: False for most ranks of many documents."""
         if receiver == owner:
             return True
-        # Known where one of the two has asked for all its partners at once.
+        # Known if one of the two has looked up all its partners at once.
         for_receiver, for_owner = self._built.get(("partners", receiver)), self._built.get(("partners", owner))
         if for_receiver is not None and for_receiver.are_known:
             return owner in for_receiver.owners
@@ -214,7 +214,7 @@ class RingWork:
         return np.array(self.cu_seqlens)
 
     def _side(self, *, keys: bool) -> tuple[str, SequenceLayout, ndarray]:
-        """The name of a side, its layout and its documents."""
+        """Return the name of a side, its layout and its documents."""
         # Keys in the layout of the queries have the same segments: both sides then find the same entry.
         if not keys or (self.key_cu_seqlens is None and self.key_layout is self.layout):
             return "queries", self.layout, self._boundaries
@@ -241,10 +241,10 @@ class RingWork:
 def local_slices(
     queries: Segments, keys: Segments, mask: Mask, boundaries: ndarray, *, own: bool, joined: bool
 ) -> ndarray:
-    """The bands of a mask between the local rows of two ranks, or within one (``own``).
+    """Return the bands of a mask between the local rows of two ranks, or within one (``own``).
 
-    ``joined`` joins pieces of a document where that changes nothing: both ranks in one layout, no window, and nobody
-    asks for distances.
+    ``joined`` joins pieces of a document if that changes nothing: both ranks in one layout, no window, and no need for
+    distances.
     """
     # Without a window a band is full or causal, so one slice serves all pieces of a document: far fewer kernel calls.
     joined = joined and mask.window is None
@@ -258,9 +258,9 @@ def local_slices(
 
 
 def strided_bounds(mask: Mask) -> tuple[Bounds, ...]:
-    """The tokens that a stride adds to a mask's window, on each side that queries see."""
+    """Return the bounds of the tokens that a stride adds to a mask's window, on each side that queries see."""
     assert mask.window is not None
-    # What lies nearer is the window's, which the dense slices hold already.
+    # Nearer tokens are in the window, which the dense slices have already.
     back = reach(mask.window, mask.stride)
     if mask.causal:
         return (Bounds(back, None),)
@@ -268,7 +268,7 @@ def strided_bounds(mask: Mask) -> tuple[Bounds, ...]:
 
 
 def other_hop(owner: int, slices: ndarray, strided: Sequence[StridedWork]) -> Hop:
-    """A rank's work with another's keys, from their local work."""
+    """Return a rank's work with another's keys, from their local work."""
     rows = rows_seen(slices, strided)
     if not rows:
         return Hop(owner, rows, (0, 0), ())
@@ -280,7 +280,7 @@ def other_hop(owner: int, slices: ndarray, strided: Sequence[StridedWork]) -> Ho
 
 
 def rows_seen(slices: ndarray, strided: Sequence[StridedWork]) -> RowRanges:
-    """The owner's rows that some query sees: the key rows of local work."""
+    """Return the owner's rows that some query sees: the key rows of local work."""
     starts, stops = slices[:, K_START], slices[:, K_STOP]
     for part in strided:
         starts, stops = np.append(starts, part.key_rows), np.append(stops, part.key_rows + 1)
@@ -288,7 +288,7 @@ def rows_seen(slices: ndarray, strided: Sequence[StridedWork]) -> RowRanges:
 
 
 def entries(slices: ndarray, strided: Sequence[StridedWork]) -> tuple[Work, ...]:
-    """The bands' entry for all rows, then those that gather."""
+    """Return the bands' entry for all rows, then the entries that gather."""
     work = [Work(EVERY_ROW, EVERY_ROW, torch.from_numpy(slices))]
     for part in strided:
         work.append(part.entry())

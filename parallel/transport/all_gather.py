@@ -1,4 +1,4 @@
-"""All keys and values of a ring in one all-gather.
+"""Transport of all keys and values of a ring in one all-gather.
 
 Axes: B batch, n key rows of a rank, K key/value heads, D query/key head size, V value head size.
 """
@@ -20,7 +20,7 @@ from parallel.transport.exchange import widened
 
 
 class AllGather:
-    """Every rank gathers the keys and values of all ranks while it computes with its own.
+    """Transport in which every rank gathers the keys and values of all ranks while it computes with its own.
 
     ::
 
@@ -48,7 +48,7 @@ class AllGather:
 
     def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
         own = (k_BnKD, v_BnKV)
-        # Gathered once more, not saved: keys and values of all ranks would live through the whole forward pass.
+        # Gathered once more, not saved: keys and values of all ranks would live through the full forward pass.
         gathering = self._gather(own)
         own_gradients = widened(compute(self._own_block(own)))
         if gathering is not None:
@@ -66,7 +66,7 @@ class AllGather:
         return KVBlock(keys, values, queries, self.schedule.gathered_work(self.mesh.ring_rank))
 
     def _gather(self, own: KeysAndValues) -> _Gathering | None:
-        """Start gathering; None in a ring of one."""
+        """Start to gather; return None in a ring of one."""
         if self.mesh.ring_degree == 1:
             return None
         group = self.mesh.ring_group
@@ -75,7 +75,7 @@ class AllGather:
         return _Gathering(*self.mesh.comm.start_all_gather(*own, group=group, doing=doing, kind=Kind.GATHERED_KEYS))
 
     def _return_to_owners(self, total_BnKD: Tensor, gradient_BsKD: Tensor) -> None:
-        """Send the gradients of every rank's rows to it, and add those of this rank's rows to ``total``, in place."""
+        """Send each rank the gradients of its rows, and add those of this rank's rows to ``total``, in place."""
         degree, num_own = self.mesh.ring_degree, total_BnKD.shape[1]
         by_owner = gradient_BsKD.unflatten(1, (degree, num_own)).transpose(0, 1)
         outgoing = by_owner.to(self.communication_dtype or total_BnKD.dtype).contiguous()
@@ -86,20 +86,20 @@ class AllGather:
             doing="returning gradients of gathered keys and values",
             kind=Kind.GATHERED_GRADIENTS,
         )
-        # The order of the ring, from the next rank on. Sums depend neither on the transport nor on who is late.
+        # The order of the ring, from the next rank on. Sums depend neither on the transport nor on late ranks.
         for distance in range(1, degree):
             total_BnKD += received[(self.mesh.ring_rank + distance) % degree]
 
 
 @dataclass(frozen=True)
 class _Gathering:
-    """Keys and values of every rank under way."""
+    """Keys and values of all ranks, under way."""
 
     keys: Pending
     values: Pending
 
     def wait(self) -> KeysAndValues:
-        """Return the keys and values of all ranks. ClusterError if a rank is gone or too late."""
+        """Return the keys and values of all ranks. Raise ClusterError if a rank is gone or too late."""
         # Keys first: they are put in order while the values are still under way.
         (keys,) = self.keys.wait()
         keys = _in_order(keys)
@@ -108,7 +108,7 @@ class _Gathering:
 
 
 def _in_order(gathered: Tensor) -> Tensor:
-    """[ring, B, n, …] → [B, ring · n, …], rank after rank; no copy for one sequence."""
+    """Reorder [ring, B, n, …] to [B, ring · n, …], rank after rank; no copy for one sequence."""
     if gathered.shape[1] == 1:
         return gathered[:, 0].flatten(0, 1).unsqueeze(0)
     return gathered.transpose(0, 1).flatten(1, 2)

@@ -30,21 +30,21 @@ class KVBlock(NamedTuple):
 
     @classmethod
     def of_hop(cls, hop: Hop, keys_and_values: KeysAndValues) -> KVBlock:
-        """The block of a hop whose rows have arrived."""
+        """Return the block of a hop whose rows have arrived."""
         keys, values = keys_and_values
         first, stop = hop.queries
         return cls(keys, values, slice(first, stop), hop.work)
 
 
 class Transport(Protocol):
-    """Brings the keys and values of a ring to one rank, block by block, and returns their gradients to their owners."""
+    """Transport of a ring's keys and values to one rank, block by block, and of their gradients to the owners."""
 
     def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
-        """Attention of this rank's queries over all blocks: ``compute`` of each, merged in order, its own first."""
+        """Return attention of this rank's queries over all blocks: ``compute`` of each, merged in order, own first."""
         ...
 
     def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
-        """dK and dV of this rank's own rows, summed in a fixed order; ``compute`` gives those of each block."""
+        """Return dK and dV of this rank's own rows, summed in a fixed order; ``compute`` gives those of each block."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""What transports share: rows taken out and added back, buffers for what arrives, exchanges under way.
+"""Parts shared by transports: rows taken out and added back, receive buffers, exchanges under way.
 
-An exchange sends to one peer and receives from another; either side may have nothing to do in it.
+An exchange sends to one peer and receives from another; either side may be missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PendingGradients:
 
 @dataclass(frozen=True)
 class RingExchange:
-    """Starts exchanges between the ranks of a ring, which are named by their ring ranks."""
+    """Exchanges between the ranks of a ring, which are named by their ring ranks."""
 
     mesh: Mesh
     communication_dtype: torch.dtype | None
@@ -48,14 +48,14 @@ class RingExchange:
     def keys(
         self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: int, source: int, kind: Kind
     ) -> Pending:
-        """Send keys and values; receive ``rows`` of them in the dtype of ``like``, or nothing for none."""
+        """Send keys and values; receive ``rows`` of them in the dtype of ``like``, or nothing if there are none."""
         return self._start(outgoing, to, empty_rows(like, rows), source, kind)
 
     def gradients(
         self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: RowRanges, source: int, kind: Kind
     ) -> PendingGradients:
-        """Send gradients; receive those of ``rows``, the receiver's own."""
-        # In the dtype of accumulation: rounding each rank's part to bfloat16 is a choice of the user's.
+        """Send gradients; receive those of ``rows``, which are the receiver's own."""
+        # In the accumulation dtype: rounding each rank's part to bfloat16 is the user's choice.
         dtype = self.communication_dtype or accumulate_dtype(like[0].dtype)
         buffers = empty_rows(like, rows.num_rows, dtype)
         if outgoing is not None:
@@ -70,12 +70,12 @@ class RingExchange:
         self, outgoing: KeysAndValues | None, to: int, buffers: KeysAndValues | None, source: int, kind: Kind
     ) -> Pending:
         group, receiver, sender = self.mesh.ring_group, self.mesh.ring_peer(to), self.mesh.ring_peer(source)
-        # NCCL has one stream a group: in one group a node's hops would wait for the slow rows of another node.
+        # NCCL has one stream per group: in one group a node's hops would wait for the slow rows of another node.
         if kind in _BETWEEN_NODES and self.mesh.between_nodes_group is not None:
             group = self.mesh.between_nodes_group
         if group is None:
             return Pending()
-        # A hop is how far keys travel round the ring; gradients go the same way back.
+        # A hop is the distance that keys travel round the ring; gradients go the same way back.
         hop, what = (to - self.mesh.ring_rank) % self.mesh.ring_degree, "keys and values"
         if kind in (Kind.GRADIENTS, Kind.GRADIENTS_BETWEEN_NODES):
             hop, what = (self.mesh.ring_rank - to) % self.mesh.ring_degree, "gradients"
@@ -95,11 +95,11 @@ def widened(gradients: KeysAndValues) -> KeysAndValues:
 
 
 def take_rows(tensors: KeysAndValues, rows: RowRanges) -> KeysAndValues | None:
-    """The given rows of both, each in one piece of memory; no copy where they lie in one already. None for no rows."""
+    """Return the given rows of both, contiguous in memory; no copy if they are already. None for no rows."""
     if not rows:
         return None
     k, v = tensors
-    # One range, the usual case of long documents, is a view: the send reads it where it is.
+    # One range, the usual case of long documents, is a view: the send reads it in place.
     if len(rows) == 1:
         ((start, stop),) = rows
         return k[:, start:stop].contiguous(), v[:, start:stop].contiguous()
@@ -108,7 +108,7 @@ def take_rows(tensors: KeysAndValues, rows: RowRanges) -> KeysAndValues | None:
 
 
 def empty_rows(like: KeysAndValues, rows: int, dtype: torch.dtype | None = None) -> KeysAndValues | None:
-    """Buffers for so many rows; None for none."""
+    """Return buffers for so many rows; None for none."""
     if not rows:
         return None
     k, v = (x.new_empty((x.shape[0], rows, x.shape[2], x.shape[3]), dtype=dtype or x.dtype) for x in like)
@@ -116,7 +116,7 @@ def empty_rows(like: KeysAndValues, rows: int, dtype: torch.dtype | None = None)
 
 
 def add_rows_(total: KeysAndValues, parts: KeysAndValues, rows: RowRanges) -> None:
-    """Add packed rows to the rows that they are of, in place."""
+    """Add packed rows to the rows of ``total`` that they belong to, in place."""
     for whole, part in zip(total, parts, strict=True):
         if len(rows) == 1:
             ((start, stop),) = rows

@@ -1,4 +1,4 @@
-"""Ring attention, point to point: every rank receives keys and values straight from the rank that owns them.
+"""Ring attention, point to point: every rank receives keys and values directly from the rank that owns them.
 
 Axes: B batch, n key rows of a rank, K key/value heads, D query/key head size, V value head size.
 """
@@ -20,7 +20,7 @@ from parallel.transport.exchange import PendingGradients, RingExchange, take_row
 
 
 class PointToPoint:
-    """The ring. In hop h rank r computes with rows of rank r − h; nothing is forwarded, only rows that are seen travel.
+    """Ring: in hop h rank r computes with rows of rank r − h; none is forwarded, only rows that are seen are sent.
 
     ::
 
@@ -28,13 +28,13 @@ class PointToPoint:
         compute     own rows       rows of r − 1              rows of r − 2
         in flight   KV of hop 1    KV of hop 2                KV of hop 3, gradients of hop 1
 
-    In backward the gradients of a hop return to their owner while the next hop is computed, and an owner adds what it
-    receives hop by hop: equal bits on every run.
+    In backward the gradients of a hop return to their owner while the next hop is computed, and an owner adds them hop
+    by hop: equal bits on every run.
     """
 
     def __init__(self, schedule: Schedule, mesh: Mesh, communication_dtype: torch.dtype | None) -> None:
         self.schedule, self.rank, self.degree = schedule, mesh.ring_rank, mesh.ring_degree
-        # Of many documents a rank meets few others: the rest of the hops would only cost time on the host.
+        # With many documents a rank meets few others: the other hops would only cost time on the host.
         self.hops = schedule.partners(mesh.ring_rank).hops
         self.exchange = RingExchange(mesh, communication_dtype)
 
@@ -64,7 +64,7 @@ class PointToPoint:
             gradients = compute(block) if block is not None else None
             # Of the hop before: they travelled while this one computed. Adding hop by hop fixes the order of the sum.
             returning.add_to(own_gradients)
-            # Also without gradients of its own a rank takes part: it may receive those of its rows.
+            # A rank without gradients of its own takes part, too: it may receive those of its rows.
             returning = self._return_to_owner(own, gradients, hop)
         returning.add_to(own_gradients)
         return own_gradients
@@ -86,11 +86,11 @@ class PointToPoint:
         return self.exchange.gradients(gradients, to=owner, like=own, rows=rows, source=receiver, kind=Kind.GRADIENTS)
 
     def _owner(self, hop: int) -> int:
-        """The ring rank whose rows this rank meets in a hop."""
+        """Return the ring rank whose rows this rank meets in a hop."""
         return (self.rank - hop) % self.degree
 
     def _receiver(self, hop: int) -> int:
-        """The ring rank that meets this rank's rows in a hop."""
+        """Return the ring rank that meets this rank's rows in a hop."""
         return (self.rank + hop) % self.degree
 
     def _own_block(self, own: KeysAndValues) -> KVBlock:
@@ -100,7 +100,7 @@ class PointToPoint:
         return KVBlock.of_hop(hop, rows)
 
     def _block(self, hop: int, arrived: KeysAndValues) -> KVBlock | None:
-        """What this rank meets in a hop; None where no query of it sees a row of the owner."""
+        """Return the block of a hop; None if no query of this rank sees a row of the owner."""
         if not arrived:
             return None
         return KVBlock.of_hop(self.schedule.hop(self.rank, self._owner(hop)), arrived)

@@ -1,7 +1,7 @@
-"""Queries visit the keys: what attention with a cache sends in place of keys and values.
+"""Ring of queries that visit the keys: attention with a cache sends queries instead of keys and values.
 
-A chunk's queries go around the ring of all context ranks, and what each rank's keys make of them returns to their
-owner. What is sent grows with the chunk and not with the cache. A query that every rank has already goes nowhere: its
+A chunk's queries go around the ring of all context ranks, and each rank's partial results for them return to their
+owner. The amount sent grows with the chunk and not with the cache. A query that every rank has already is not sent: its
 partial results are gathered.
 
 Axes: B batch, t query rows, H query heads, D query/key head size, V value head size.
@@ -28,7 +28,7 @@ Compute = Callable[[Tensor, int], PartialResult]
 
 
 def attend_by_visits(mesh: Mesh, q_BtHD: Tensor, value_dim: int, compute: Compute) -> PartialResult:
-    """Attention of this rank's queries over the keys of all ranks. Collective.
+    """Compute attention of this rank's queries over the keys of all ranks. Collective.
 
     ::
 
@@ -53,7 +53,7 @@ def attend_by_visits(mesh: Mesh, q_BtHD: Tensor, value_dim: int, compute: Comput
 
 
 def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
-    """The result over the keys of all ranks, for queries that every rank has; the same bits on each. Collective."""
+    """Merge the results over all ranks' keys, for queries that every rank has; bitwise equal on each. Collective."""
     if mesh.context_group is None:
         return part
     out, lse = part
@@ -76,7 +76,7 @@ def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
 
 
 def _send_queries(mesh: Mesh, q_BtHD: Tensor, hop: int) -> Pending:
-    """Start a hop: this rank's queries go to the rank ``hop`` after it, those of the rank as far before it come."""
+    """Start a hop: send this rank's queries ``hop`` ranks ahead, and receive those of the rank ``hop`` behind."""
     if hop >= mesh.context:  # nothing follows the last hop
         return Pending()
     buffers = (torch.empty_like(q_BtHD),)
@@ -84,7 +84,7 @@ def _send_queries(mesh: Mesh, q_BtHD: Tensor, hop: int) -> Pending:
 
 
 def _return_results(mesh: Mesh, part: PartialResult, q_BtHD: Tensor, value_dim: int, hop: int) -> Pending:
-    """Start the way back: results go to the queries' owner, those of this rank's queries come."""
+    """Start the way back: send results to the queries' owner, and receive those of this rank's queries."""
     shape = q_BtHD.shape[:-1]
     out = q_BtHD.new_empty((*shape, value_dim), dtype=accumulate_dtype(q_BtHD.dtype))
     lse = q_BtHD.new_empty(shape, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Which transport brings keys and values to the queries that need them, and returns their gradients to the owners."""
+"""Choice of the transport that brings keys and values to the queries, and returns their gradients to the owners."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ TRANSPORTS = ("auto", "p2p", "two_level", "all_gather")
 def build_transport(
     name: str, schedule: Schedule, mesh: Mesh, *, communication_dtype: torch.dtype | None = None
 ) -> Transport:
-    """The transport called ``name``, or the one that ``auto`` stands for; gradients travel in ``communication_dtype``.
+    """Build the transport called ``name``, or the one that ``auto`` stands for.
 
-    Without ``communication_dtype`` that is float32, float64 for float64 inputs. ConfigError for an unknown name.
+    Gradients are sent in ``communication_dtype``; by default that is float32, float64 for float64 inputs. Raise
+    ConfigError for an unknown name.
     """
     name = resolve_transport(name, mesh)
     if name == "all_gather":
@@ -31,15 +32,15 @@ def build_transport(
 
 
 def resolve_transport(name: str, mesh: Mesh) -> str:
-    """What ``auto`` stands for: two_level where a ring spans nodes that hold several of its ranks, else p2p.
+    """Resolve ``auto``: two_level if a ring spans nodes that hold several of its ranks, else p2p.
 
-    ConfigError for an unknown name, and for two_level where nodes do not hold equally many ranks.
+    Raise ConfigError for an unknown name, and for two_level if nodes hold unequal numbers of ranks.
     """
     if name not in TRANSPORTS:
         raise ConfigError(f"parallel.transport={name!r} is unknown. Try one of {list(TRANSPORTS)}.")
     ring, in_node = mesh.ring_degree, mesh.ring_ranks_in_node
     if name == "auto":
-        # Worth it only where several ranks of a node need the same rows of another node.
+        # Worth it only if several ranks of a node need the same rows of another node.
         if 1 < in_node < ring:
             return "two_level"
         return "p2p"

@@ -24,7 +24,7 @@ from parallel.transport.exchange import PendingGradients, RingExchange, add_rows
 
 @dataclass(frozen=True)
 class NodeRing:
-    """Where a rank stands: ring rank = node · node size + local ring rank."""
+    """Position of a rank: ring rank = node · node size + local ring rank."""
 
     ring_rank: int
     degree: int
@@ -32,41 +32,41 @@ class NodeRing:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that the ring spans."""
+        """Number of nodes that the ring spans."""
         return self.degree // self.node_size
 
     @property
     def node(self) -> int:
-        """This rank's node."""
+        """Number of this rank's node."""
         return self.ring_rank // self.node_size
 
     def ranks_in_node(self, node: int) -> range:
-        """The ring ranks of a node, counted on from 0 where it is beyond the last."""
+        """Return the ring ranks of a node, counted on from 0 if it is beyond the last."""
         first = node % self.num_nodes * self.node_size
         return range(first, first + self.node_size)
 
     def owner(self, step: int, hop: int) -> int:
-        """The ring rank whose rows this rank meets in a hop of a step."""
+        """Return the ring rank whose rows this rank meets in a hop of a step."""
         return self.ranks_in_node(self.node - step)[(self.ring_rank - hop) % self.node_size]
 
     def neighbour(self, distance: int) -> int:
-        """The ring rank so far after this one in its node."""
+        """Return the ring rank so far after this one in its node."""
         return self.ranks_in_node(self.node)[(self.ring_rank + distance) % self.node_size]
 
     def counterpart(self, distance: int) -> int:
-        """The ring rank of the same local ring rank, so many nodes on."""
+        """Return the ring rank of the same local ring rank, so many nodes on."""
         return self.ranks_in_node(self.node + distance)[self.ring_rank % self.node_size]
 
     def enter_hop(self, owner: int) -> None:
-        """Say whose rows are waited for and computed with."""
+        """Mark the hop of the owner whose rows are waited for and computed with."""
         # Counted as in a ring of one level: then a hop has one name, whatever the transport.
         enter_hop((self.ring_rank - owner) % self.degree)
 
     def busy_steps(self, schedule: Schedule) -> list[int]:
-        """The steps, from 1, in which this rank may send or receive a row, between nodes or inside its own."""
+        """Return the steps, from 1, in which this rank may send or receive a row, between nodes or inside its own."""
         receivers = schedule.partners(self.ring_rank).receivers
         steps = {(receiver // self.node_size - self.node) % self.num_nodes for receiver in receivers}
-        # What is handed round in the node is what somebody in it needs.
+        # The rows handed round in the node are those that some rank in it needs.
         for mate in self.ranks_in_node(self.node):
             owners = schedule.partners(mate).owners
             steps |= {(self.node - owner // self.node_size) % self.num_nodes for owner in owners}
@@ -83,12 +83,12 @@ class HeldRows:
     tensors: KeysAndValues
 
     def needed_by(self, receiver: int, schedule: Schedule) -> RowRanges:
-        """Which of the held rows a query of a ring rank sees."""
+        """Return the held rows that some query of a ring rank sees."""
         return schedule.rows_needed(receiver, self.owner).located_in(self.rows)
 
 
 class TwoLevel:
-    """A ring over nodes, and in each of its steps a ring over the ranks of a node.
+    """Transport by a ring over nodes, and in each of its steps a ring over the ranks of a node.
 
     In step m a rank holds rows of its counterpart (the same local ring rank) m nodes before, those that its node needs;
     in hop j of the step it computes with rows that the rank j before it in its node holds::
@@ -132,7 +132,7 @@ class TwoLevel:
         for step, held in self._steps(own):
             gradients = self._gradients_of_step(step, held, compute)
             if step == 0:
-                # Rows of this node: the sum is the start of what this rank's own rows get.
+                # Rows of this node: the sum is the start of the gradients of this rank's own rows.
                 own_gradients = gradients
                 continue
             returning.add_to(own_gradients)  # of the step before, which crossed while this one computed
@@ -142,7 +142,7 @@ class TwoLevel:
         return own_gradients
 
     def _steps(self, own: KeysAndValues) -> Iterator[tuple[int, HeldRows]]:
-        """Each step with the rows that this rank holds in it; the next step's cross over meanwhile."""
+        """Yield each step with the rows that this rank holds in it; the next step's cross over meanwhile."""
         crossing = self._fetch_across(own, 0)
         yield 0, HeldRows(self.rank, self.schedule.hop(self.rank, self.rank).rows, own)
         for number, step in enumerate(self.steps):
@@ -150,14 +150,14 @@ class TwoLevel:
             self.ring.enter_hop(owner)
             arrived = crossing.wait()
             if not arrived:
-                # Nobody in the node needs a row of that owner; hops go on with no rows, as on the other ranks.
+                # No rank in the node needs a row of that owner; hops go on without rows, as on the other ranks.
                 k, v = own
                 arrived = (k[:, :0], v[:, :0])
             crossing = self._fetch_across(own, number + 1)
             yield step, HeldRows(owner, self._rows_to_node(owner, self.ring.node), arrived)
 
     def _hops(self, step: int, held: HeldRows) -> Iterator[KVBlock | None]:
-        """What this rank meets in each hop of a step, None where nothing; the next hop's rows arrive meanwhile."""
+        """Yield the block of each hop of a step, None for an empty one; the next hop's rows arrive meanwhile."""
         arriving = self._hand_round(step, held, hop=1)
         yield self._block(held.owner, take_rows(held.tensors, held.needed_by(self.rank, self.schedule)))
         for hop in range(1, self.ring.node_size):
@@ -169,7 +169,7 @@ class TwoLevel:
     def _gradients_of_step(
         self, step: int, held: HeldRows, compute: Callable[[KVBlock], KeysAndValues]
     ) -> KeysAndValues | None:
-        """Gradients of the held rows from all ranks of this node, added in the order of the hops."""
+        """Return the gradients of the held rows from all ranks of this node, added in the order of the hops."""
         total: KeysAndValues | None = None
         returning = PendingGradients()
         for hop, block in enumerate(self._hops(step, held)):
@@ -184,7 +184,7 @@ class TwoLevel:
         return total
 
     def _fetch_across(self, own: KeysAndValues, number: int) -> Pending:
-        """Start a step's exchange between nodes: rows for this rank to hold, and its own to its counterpart."""
+        """Start a step's exchange between nodes: receive rows to hold, and send this rank's own to its counterpart."""
         if number == len(self.steps):
             return Pending()
         step = self.steps[number]
@@ -196,7 +196,7 @@ class TwoLevel:
         )
 
     def _hand_round(self, step: int, held: HeldRows, hop: int) -> Pending:
-        """Start a hop's exchange inside the node: rows from the neighbour that holds them, held rows to another."""
+        """Start a hop's exchange inside the node: receive rows from their holder, send held rows to another rank."""
         if hop == self.ring.node_size:
             return Pending()
         receiver, holder = self.ring.neighbour(hop), self.ring.neighbour(-hop)
@@ -228,19 +228,19 @@ class TwoLevel:
         return KVBlock.of_hop(self.schedule.hop(self.rank, owner), arrived)
 
     def _as_held_rows(self, held: HeldRows, gradients: KeysAndValues | None) -> KeysAndValues | None:
-        """Gradients of the rows that this rank needed as gradients of all rows that it holds."""
+        """Return the gradients of the rows that this rank needed as gradients of all rows that it holds."""
         rows = self.schedule.hop(self.rank, held.owner).rows
         if rows == held.rows:
             return gradients
         return _spread(gradients, rows.located_in(held.rows), like=held.tensors)
 
     def _rows_to_node(self, owner: int, node: int) -> RowRanges:
-        """The owner's rows that somebody in a node needs."""
+        """Return the owner's rows that some rank in a node needs."""
         return self.schedule.rows_to_node(owner, self.ring.ranks_in_node(node))
 
 
 def _spread(gradients: KeysAndValues | None, rows: RowRanges, *, like: KeysAndValues) -> KeysAndValues:
-    """Gradients of some ``rows`` as gradients of all rows of ``like``: zeros for the others."""
+    """Return the gradients of some ``rows`` as gradients of all rows of ``like``, with zeros for the others."""
     k, v = like
     total = (
         k.new_zeros(k.shape, dtype=accumulate_dtype(k.dtype)),

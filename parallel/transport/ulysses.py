@@ -1,7 +1,7 @@
 """Ulysses: the ranks of a ring rank trade rows for heads, so that each holds all its rows for a part of the heads.
 
 DeepSpeed-Ulysses, arXiv 2309.14509; here with any number of heads. Query heads that do not divide are spread as evenly
-as they can be, and a key head goes to every rank that has a query head of its group.
+as possible, and a key head goes to every rank that has a query head of its group.
 
 Axes: B batch, t rows of a rank, T rows of its ring rank, s key rows, H heads of all ranks, h heads of this one, K key
 heads of this one, D head size.
@@ -25,7 +25,7 @@ from parallel.schedule.heads import HeadRange, HeadSplit
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """Trades rows for heads and back; everything stays as it is where heads are not split."""
+    """Exchange of rows for heads and back; everything stays as it is if heads are not split."""
 
     mesh: Mesh
     split: HeadSplit
@@ -34,7 +34,7 @@ class HeadExchange:
 
     @classmethod
     def build(cls, mesh: Mesh, num_heads: int, num_kv_heads: int) -> HeadExchange:
-        """The exchange of these heads over the mesh. ConfigError when they cannot be split over so many ranks."""
+        """Build the exchange of these heads over the mesh. Raise ConfigError if so many ranks cannot split them."""
         return cls(mesh, HeadSplit.build(num_heads, num_kv_heads, mesh.ulysses), num_heads, num_kv_heads)
 
     @property
@@ -45,20 +45,20 @@ class HeadExchange:
 
     @property
     def key_heads(self) -> slice:
-        """The key heads that these use."""
+        """Key heads that this rank's query heads use."""
         start, stop = self.split.keys[self.mesh.ulysses_rank]
         return slice(start, stop)
 
     @property
     def num_kernel_key_heads(self) -> int:
-        """Key heads that the kernel is given, see ``expand``."""
+        """Number of key heads that the kernel is given, see ``expand``."""
         heads = self.query_heads
         if self._key_of_query is None:
             heads = self.key_heads
         return heads.stop - heads.start
 
     def to_heads(self, x: Tensor, *, keys: bool = False) -> Tensor:
-        """[B, t, heads, …] → [B, T, this rank's heads, …]."""
+        """Exchange [B, t, heads, …] for [B, T, this rank's heads, …]."""
         group = self.mesh.ulysses_group
         if group is None:
             return x
@@ -68,7 +68,7 @@ class HeadExchange:
         return rows_to_heads(x, ranges, self.mesh, group)
 
     def to_rows(self, x: Tensor, *, keys: bool = False) -> Tensor:
-        """The inverse; heads that several ranks hold are summed."""
+        """Apply the inverse of ``to_heads``; heads that several ranks hold are summed."""
         group = self.mesh.ulysses_group
         if group is None:
             return x
@@ -77,14 +77,14 @@ class HeadExchange:
         return heads_to_rows(x, self.split.queries, self.num_heads, self.mesh, group)
 
     def expand(self, x_BsKD: Tensor) -> Tensor:
-        """Key heads as the kernel wants them: one for each query head where the rank's groups are uneven."""
+        """Return key heads as the kernel needs them: one for each query head if the rank's groups are uneven."""
         key_of_query = self._key_of_query
         if key_of_query is None:
             return x_BsKD
         return x_BsKD.index_select(2, _index(tuple(key_of_query), x_BsKD.device))
 
     def fold(self, grad_BshD: Tensor) -> Tensor:
-        """Gradients of expanded key heads, summed into the heads they came from."""
+        """Return gradients of expanded key heads, summed into the heads they came from."""
         key_of_query = self._key_of_query
         if key_of_query is None:
             return grad_BshD
@@ -102,18 +102,18 @@ class HeadExchange:
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # training may find what evaluation left
+@torch.inference_mode(False)  # training may find tensors that evaluation cached
 def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """The numbers on a device, copied there once: made there, a list is waited for, in each layer and hop."""
+    """Return the numbers on a device, copied there once: making them there would wait, in each layer and hop."""
     return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def rows_to_heads(x_BtHD: Tensor, ranges: Sequence[HeadRange], mesh: Mesh, group: ProcessGroup) -> Tensor:
-    """All rows of the ring rank for this rank's range of heads: [B, t, H, D] on each rank becomes [B, T, h, D]."""
+    """Return all rows of the ring rank for this rank's range of heads: [B, t, H, D] on each becomes [B, T, h, D]."""
     B, t, _, D = x_BtHD.shape
     start, stop = ranges[mesh.ulysses_rank]
     u, h = len(ranges), stop - start
-    # Flat parts of unequal size, for ranks may hold unequal numbers of heads; ranks are in the order of the rows.
+    # Flat parts of unequal size, since ranks may hold unequal numbers of heads; ranks are in the order of the rows.
     outgoing = [x_BtHD[:, :, first:last].reshape(-1) for first, last in ranges]
     received = _all_to_all(outgoing, [B * t * h * D] * u, mesh, group)
     return received.view(u, B, t, h, D).transpose(0, 1).reshape(B, u * t, h, D)
@@ -122,7 +122,7 @@ def rows_to_heads(x_BtHD: Tensor, ranges: Sequence[HeadRange], mesh: Mesh, group
 def heads_to_rows(
     x_BThD: Tensor, ranges: Sequence[HeadRange], num_heads: int, mesh: Mesh, group: ProcessGroup
 ) -> Tensor:
-    """The inverse: this rank's rows for all heads, [B, t, H, D]; heads that several ranks hold are summed by rank."""
+    """Return this rank's rows for all heads, [B, t, H, D]: the inverse. Heads on several ranks are summed by rank."""
     B, T, _, D = x_BThD.shape
     t = T // len(ranges)
     outgoing = [part.reshape(-1) for part in x_BThD.split(t, dim=1)]
@@ -136,7 +136,7 @@ def heads_to_rows(
 
 
 def _all_to_all(outgoing: Sequence[Tensor], sizes: Sequence[int], mesh: Mesh, group: ProcessGroup) -> Tensor:
-    """Send each rank its part; returns theirs end to end, so many values of each."""
+    """Send each rank its part; return theirs end to end, ``sizes`` values of each."""
     outgoing_sizes = [part.numel() for part in outgoing]
     return mesh.comm.all_to_all(
         torch.cat(list(outgoing)), group, doing="exchanging heads", counts=(outgoing_sizes, sizes), kind=Kind.HEADS

@@ -1,4 +1,4 @@
-"""The one door to DeepSpeed: ZeRO stages 0 to 3 around our module, and its state as ranges of named tensors."""
+"""The only interface to DeepSpeed: ZeRO stages 0 to 3 around our module, and its state as ranges of named tensors."""
 
 import os
 

@@ -1,8 +1,8 @@
-"""Memory for a model that was built on the meta device: what a rank holds of it, unset, for a load to fill.
+"""Memory for a model that was built on the meta device: a rank's part of it, unset, for a load to fill.
 
-DeepSpeed sends every rank the weights of rank 0 when it starts. Ours are unset then, or equal on all ranks, so nothing
-is sent. In stage 3 it takes a module on each device whole before it partitions it: ours is partitioned before, one
-parameter after the other.
+When it starts, DeepSpeed sends every rank the weights of rank 0. Ours are unset then, or equal on all ranks, so nothing
+is sent. In stage 3 it expects the full module on each device before it partitions it: ours is partitioned before, one
+parameter at a time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def allocate(
     experts: ExpertsAcrossRanks | None,
     swapper: WeightSwapper | None = None,
 ) -> None:
-    """Give the parameters and buffers of a model, as far as they are on meta, memory where DeepSpeed computes.
+    """Allocate the parameters and buffers of a model that are on meta on DeepSpeed's device; move the others there.
 
-    Parameters get ``dtype``, and in stage 3 each rank its part of them; ``swapper`` takes those that the config
+    Parameters get ``dtype``; in stage 3 each rank gets its part of them, and ``swapper`` takes those that the config
     offloads to a disk. Collective in stage 3.
     """
     accelerator: Any = get_accelerator()
@@ -56,7 +56,7 @@ def allocate(
 
 @contextmanager
 def nothing_is_sent() -> Iterator[None]:
-    """DeepSpeed's engines that start within the block leave every rank the weights that it has."""
+    """Make DeepSpeed's engines that start within the block keep the weights that each rank has."""
     broadcast = DeepSpeedEngine._broadcast_model
     DeepSpeedEngine._broadcast_model = lambda engine: None  # type: ignore[method-assign]
     try:
@@ -66,10 +66,10 @@ def nothing_is_sent() -> Iterator[None]:
 
 
 def _make_whole(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
-    """Memory for a whole parameter, unset where it was on meta, and its values otherwise."""
+    """Allocate a full parameter, unset if it was on meta, with its values otherwise."""
     if p.is_meta:
         whole = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device), requires_grad=p.requires_grad)
-        # The same object for everyone who has it, marks and all: data cannot move from meta to a device.
+        # The same object for all that refer to it, with its marks: data cannot move from meta to a device.
         for mark, value in vars(p).items():
             setattr(whole, mark, value)
         torch.utils.swap_tensors(p, whole)
@@ -84,9 +84,9 @@ def _partition(
     experts: ExpertsAcrossRanks | None,
     swapper: WeightSwapper | None,
 ) -> None:
-    """Hand the module to DeepSpeed's stage 3, one parameter after the other: a rank keeps its part alone."""
+    """Hand the module to DeepSpeed's stage 3, one parameter at a time: a rank keeps only its part."""
     if experts is not None:
-        # Else DeepSpeed would make these groups, and say which of them a weight belongs to, too late for this.
+        # Otherwise DeepSpeed would create these groups, and assign weights to them, too late for this.
         experts.set_deepspeed_parallelism()
         for p in model.parameters():
             if getattr(p, "group_name", None) == experts.ep_group_name:
@@ -95,10 +95,10 @@ def _partition(
 
 
 class _OneByOne(deepspeed.zero.Init):
-    """DeepSpeed's conversion of a module, without sending: no more than one parameter is whole at a time."""
+    """DeepSpeed's conversion of a module, without sending: at most one parameter is full at a time."""
 
     def __init__(self, param_dtype: torch.dtype, **options: Any) -> None:
-        self._param_dtype = param_dtype  # DeepSpeed's own ``dtype`` is bfloat16 wherever there is no float16
+        self._param_dtype = param_dtype  # DeepSpeed's own ``dtype`` is bfloat16 if there is no float16
         super().__init__(**options)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's AdamW for masters in the machine's memory: compiled when a machine first uses it, then kept."""
+"""DeepSpeed's AdamW for masters in CPU memory: compiled when a machine first uses it, then kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST_BUILD_SECONDS = 900.0
 
 
 def compile_cpu_adam() -> None:
-    """Compile the extension where no earlier run has; the log says so. ConfigError where that fails.
+    """Compile the extension unless an earlier run has; the log says so. Raise ConfigError if that fails.
 
     Ranks of one machine wait for the first that compiles.
     """
@@ -47,9 +47,9 @@ def compile_cpu_adam() -> None:
 
 
 def wait_for_build(lock: Path) -> None:
-    """Return once no other process compiles. ConfigError where the lock is older than any build: it was killed.
+    """Return once no other process compiles. Raise ConfigError if the lock is older than any build: it was killed.
 
-    PyTorch's own wait for it has no end and says nothing.
+    PyTorch's own wait has no time-out and logs nothing.
     """
     waits = False
     while True:
@@ -69,14 +69,14 @@ def wait_for_build(lock: Path) -> None:
 
 
 def build_cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> Any:
-    """AdamW with float32 moments; it steps as PyTorch's does, on the CPU's vector units."""
+    """Build AdamW with float32 moments; it steps as PyTorch's does, on the CPU's vector units."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=eps, adamw_mode=True, fp32_optimizer_states=True)
 
 
 def _folder() -> Path:
-    """Where PyTorch keeps the compiled extension."""
+    """Return the folder of the extension that PyTorch has compiled."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
@@ -90,6 +90,6 @@ def _folder() -> Path:
 
 
 def _last_lines(text: str, most: int = 6) -> str:
-    """The end of a long message: a compiler says there what was wrong."""
+    """Return the end of a long message, which has a compiler's error."""
     lines = [line for line in text.splitlines() if line.strip()]
     return "\n".join(f"  {line.strip()[:200]}" for line in lines[-most:])

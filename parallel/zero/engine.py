@@ -2,8 +2,8 @@
 
 DeepSpeed is given no mpu, no mesh and no sequence-parallel size: it averages gradients over all ranks, and the loss is
 scaled once by their number. Every other set-up of this version is wrong in some stage (see
-docs/decisions/2026-11-deepspeed-grouping.md). Where experts are spread over ranks, marks on their
-weights and a module of a class that it looks for say so (docs/decisions/2026-11-expert-parallel.md).
+docs/decisions/2026-11-deepspeed-grouping.md). If experts are spread over ranks, it learns so from marks on their
+weights and from a module of a class that it looks for (docs/decisions/2026-11-expert-parallel.md).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from parallel.zero.tensors import ModelTensors, mark_experts
 
 
 class ZeroEngine:
-    """A ``Task`` under ZeRO: micro-batches in, one optimiser step out, whatever the stage."""
+    """``Task`` under ZeRO: micro-batches in, one optimiser step out, in every stage."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class ZeroEngine:
     ) -> None:
         """Hand the module to DeepSpeed. ``accumulation`` micro-batches make a step.
 
-        Which experts are here is what the decoder's dispatcher says. A model on the meta device gets memory for what
-        this rank holds of it, which ``initialize`` or ``load`` has to set.
+        The decoder's dispatcher decides which experts are on this rank. A model on the meta device gets memory for this
+        rank's part of it, which ``initialize`` or ``load`` must set.
         """
         check_zero(stage, dtype)
         quiet_deepspeed()
@@ -77,45 +77,45 @@ class ZeroEngine:
 
     @property
     def model(self) -> Task:
-        """The wrapped module, for evaluation without gradients."""
+        """Wrapped module, for evaluation without gradients."""
         return self.partition.engine.module
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, each counted once."""
+        """Number of parameters of the full model, each counted once."""
         return sum(shape.numel() for shape in self.tensors.parameters.values())
 
     @property
     def roles(self) -> dict[str, tuple[str, ...]]:
-        """What is kept of every parameter and buffer of the whole model, by name."""
+        """Roles that are kept of every parameter and buffer of the full model, by name."""
         kept = {name: self.partition.roles(name) for name in self.tensors.parameters}
         return kept | dict.fromkeys(self.tensors.buffers, ROLES[:1])
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shape of every parameter and buffer of the whole model, by name."""
+        """Shape of every parameter and buffer of the full model, by name."""
         return self.tensors.shapes
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> LossSum:
-        """The module's forward on this rank's shard of a micro-batch."""
+        """Run the module's forward on this rank's shard of a micro-batch."""
         begin("forward")
         return self.model.loss_sum(self.partition.engine(batch, training_pass))
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of what this rank adds to the step's loss; between micro-batches they add up."""
+        """Compute the gradients of this rank's part of the step's loss; they accumulate over micro-batches."""
         begin("backward")
         engine = self.partition.engine
-        # The loss has the step's global count below it already, and DeepSpeed averages over all ranks: undo the mean.
+        # The loss is divided by the step's global count already, and DeepSpeed averages over all ranks: undo the mean.
         engine.backward(loss * num_ranks(), scale_wrt_gas=False)
         if not engine.is_gradient_accumulation_boundary():
             engine.step()  # counts the micro-batch; updates nothing
 
     def step(self, lr: float, accept: Accept = everything) -> float:
-        """Clip, update with this learning rate, clear the gradients; returns the gradient norm before clipping.
+        """Clip, update with this learning rate and clear the gradients; return the gradient norm before clipping.
 
-        GradientError on every rank alike when that norm is not finite, or when ``accept`` refuses it, which has to
-        answer alike on every rank. Weights and moments are then as before, in every stage, and gradients cleared: the
-        next step may follow. Collective.
+        Raise GradientError on every rank if that norm is not finite, or if ``accept`` refuses it; ``accept`` must give
+        the same answer on every rank. Weights and moments are then as before, in every stage, and gradients cleared:
+        the next step may follow. Collective.
         """
         begin("optimizer step")
         for group in self.partition.engine.optimizer.param_groups:
@@ -129,32 +129,32 @@ class ZeroEngine:
         return norm
 
     def broken_weights(self) -> list[str]:
-        """Names of the parameters and buffers that hold a value that is not finite. Collective."""
-        # Each rank looks at what it holds; the reduction inside makes the answer the same everywhere.
+        """Return the names of the parameters and buffers with a value that is not finite. Collective."""
+        # Each rank checks its own part; the reduction inside makes the answer the same on all ranks.
         device, found = self.partition.engine.device, {}
         for name, buffer in self.model.network.named_buffers():
             found[name] = not_finite([buffer], device)
         for name, p in self.model.network.named_parameters():
-            # One after the other: a part may have to be read from a disk.
+            # One at a time: a part may have to be read from a disk.
             found[name] = not_finite([self.partition.working_part(name, p)], device)
         return named_on_any_rank(torch.cat([found[name] for name in self.shapes]), self.shapes)
 
     def owned_pieces(self) -> list[Piece]:
-        """Which ranges of the whole model's tensors ``owned_ranges`` gives; nothing is read for it."""
+        """Return the ranges of the full model's tensors that ``owned_ranges`` yields, without reading them."""
         return owned_pieces(self.model.network, self.partition, self.tensors)
 
     def owned_ranges(self) -> Generator[OwnedRange]:
-        """Master weights, moments and buffers as fp32 ranges of the whole model's tensors.
+        """Yield master weights, moments and buffers as fp32 ranges of the full model's tensors.
 
-        Over all ranks every value exactly once. What a disk holds is in memory until the next range is asked for: go
-        through to the end before training goes on.
+        Over all ranks every value comes exactly once. A range that a disk holds is in memory until the next one is
+        requested: iterate to the end before training continues.
         """
         return read_state(self.model.network, self.partition, self.tensors)
 
     def initialize(self, seed: int) -> None:
-        """Set masters and weights to the initial values of ``seed``; each rank draws what it holds. Collective.
+        """Set masters and weights to the initial values of ``seed``; each rank draws its own part. Collective.
 
-        The optimiser starts afresh. Values are those of ``Decoder.initialize``, rounded to the dtype of the weights.
+        The optimiser is reset. Values are those of ``Decoder.initialize``, rounded to the dtype of the weights.
         """
         config, parameters = self.model.network.config, self.tensors.parameters
         initial = InitialWeights(config, parameters, seed=seed, dtype=self.dtype)
@@ -163,12 +163,12 @@ class ZeroEngine:
     def load(self, read: ReadRange, *, step: int, moments: bool = True) -> None:
         """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps. Collective.
 
-        Over all ranks every value is read once. Without ``moments`` the optimiser starts afresh.
+        Over all ranks every value is read once. Without ``moments`` the optimiser is reset.
         """
         write_state(self.model.network, self.partition, self.tensors, read, step=step, moments=moments)
 
     def _broken_gradients(self) -> Tensor:
-        """Which of the tensors in ``shapes`` have a gradient that is not finite in this rank's part; on its device."""
+        """Return a mask over ``shapes`` of the gradients that are not finite in this rank's part; on its device."""
         parts = dict(self.partition.local_gradients())
         device = self.partition.engine.device
         nothing = torch.zeros(0, device=device)
@@ -176,5 +176,5 @@ class ZeroEngine:
 
 
 def _before_layer(layer: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
-    """Say which layer is computed, should the run hang there."""
+    """Mark the layer that is computed, in case the run hangs there."""
     enter_layer(named["call"].layer)

@@ -1,14 +1,14 @@
-"""Gradients as DeepSpeed holds them: by name, those that are not finite, a norm that is refused, memory under way.
+"""Gradients as DeepSpeed holds them: by name, non-finite ones, refused norms, memory of queued reductions.
 
-With ``overlap_comm`` DeepSpeed queues reductions on a stream of its own while backward goes on, and drops a gradient as
-soon as its reduction is queued. PyTorch's allocator knows only the stream that a tensor was made on: it gives the
+With ``overlap_comm`` DeepSpeed queues reductions on a stream of its own while backward runs, and drops a gradient as
+soon as its reduction is queued. PyTorch's allocator knows only the stream that a tensor was created on: it gives the
 memory of the dropped gradient to backward's next tensor, although the reduction will still read it, and write into it.
-The invariant of ``record_queued_gradients``: whatever a queued reduction reads or writes has that stream recorded
-(``Tensor.record_stream``) before DeepSpeed can drop it; then its memory is given away only after the reduction.
+The invariant of ``record_queued_gradients``: every tensor that a queued reduction reads or writes has that stream
+recorded (``Tensor.record_stream``) before DeepSpeed can drop it; its memory is then reused only after the reduction.
 
-DeepSpeed 0.19.8 records most gradients. It misses, in ``stage_1_and_2.py``, one that is larger than a bucket, on ranks
+DeepSpeed 0.19.8 records most gradients. In ``stage_1_and_2.py`` it misses one that is larger than a bucket, on ranks
 that own none of it, if its reduction works on a copy: in another dtype, or of two ranks' parts. In ``stage3.py`` it
-misses one of which this rank's part is padding alone. docs/upstream/deepspeed-zero2-gradient-lifetime.md has the lines.
+misses one if this rank's part of it is only padding. docs/upstream/deepspeed-zero2-gradient-lifetime.md has the lines.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def named_gradients(
     groups: Sequence[Sequence[nn.Parameter]],
     gradients: Mapping[int, Sequence[Tensor]] | Sequence[Sequence[Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """DeepSpeed's gradients by name: for each of its groups of parameters a list of as many, and padding."""
-    # By identity: DeepSpeed keeps our parameters, and knows them by no name.
+    """Yield DeepSpeed's gradients by name, without padding, from one list for each of its groups of parameters."""
+    # By identity: DeepSpeed keeps our parameters, but not their names.
     names = {id(p): name for name, p in decoder.named_parameters()}
     for number, parameters in enumerate(groups):
         parts = [part for part in gradients[number] if not getattr(part, "_zero_padding", False)]
@@ -52,28 +52,28 @@ def named_gradients(
 
 
 def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """1 for each tensor that holds a value that is not finite, else 0, on ``device``. No host sync.
+    """Return 1 for each tensor with a value that is not finite, else 0, on ``device``. No host sync.
 
-    Tensors may lie on several devices.
+    Tensors may be on several devices.
     """
     filled = []
     for x in tensors:
         if not x.numel():
-            x = x.new_zeros(1)  # the largest of nothing is an error
+            x = x.new_zeros(1)  # the largest of no values is an error
         filled.append(x.detach())
-    # The largest absolute value is exact, NaN where there is one, and needs no mask of each tensor.
+    # The largest absolute value is exact, NaN if there is one, and needs no mask of each tensor.
     largest = torch._foreach_norm(filled, torch.inf, dtype=torch.float32)
     return (~torch.stack([norm.to(device, non_blocking=True) for norm in largest]).isfinite()).to(torch.int32)
 
 
 def named_on_any_rank(found: Tensor, names: Iterable[str]) -> list[str]:
-    """The names whose entry in ``found`` is not 0 on one rank or more. Collective; changes ``found``."""
+    """Return the names whose entry in ``found`` is not 0 on one rank or more. Collective; changes ``found``."""
     Communicator().all_reduce(found, world_group(), doing="looking for gradients that are not finite", largest=True)
     return [name for name, one in zip(names, found.tolist(), strict=True) if one]
 
 
 class Seen:
-    """What an update saw."""
+    """Gradient norm that an update saw."""
 
     norm: float | None = None
     """The gradient's norm; None where it was not finite."""
@@ -86,7 +86,7 @@ def everything(norm: float) -> bool:
 
 @contextmanager
 def refusing(accept: Accept) -> Iterator[Seen]:
-    """Within it, ZeRO's optimisers leave out an update by a norm that ``accept`` refuses, and clear the gradients."""
+    """Make ZeRO's optimisers skip an update by a norm that ``accept`` refuses, and clear the gradients."""
     seen = Seen()
 
     def is_invalid(norm: Any) -> bool:
@@ -105,21 +105,21 @@ def refusing(accept: Accept) -> Iterator[Seen]:
 
 
 def record_queued_gradients(optimizer: Any) -> None:
-    """Have DeepSpeed's optimiser record each gradient on the stream that reduces it; nothing on a CPU."""
+    """Make DeepSpeed's optimiser record each gradient on the stream that reduces it; no effect on a CPU."""
     accelerator = get_accelerator()
     assert accelerator is not None, "importing DeepSpeed chooses one"
     if accelerator.resolves_data_dependency():
         return  # one queue for everything
     if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
-        # Everything that is reduced goes through here: a full bucket, or a gradient that fits into none.
+        # All reductions go through here: of a full bucket, or of a gradient that fits into none.
         _record_before(optimizer, "average_tensor", "reduction_stream", _reduced_tensor)
     elif isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
-        # Behind its reduction, every gradient is dropped here.
+        # After its reduction, every gradient is dropped here.
         _record_before(optimizer, "partition_grads", "reduce_and_partition_stream", _dropped_gradients)
 
 
 def _record_before(optimizer: Any, method: str, stream: str, tensors: Callable[..., Iterable[Tensor]]) -> None:
-    """Wrap a method: record on the optimiser's stream what ``tensors`` finds among the method's arguments."""
+    """Wrap a method: record on the optimiser's stream the tensors that ``tensors`` finds in the method's arguments."""
     for name in (method, stream):
         assert hasattr(optimizer, name), f"DeepSpeed {deepspeed.__version__} has no {name}: gradients go unrecorded"
     plain = getattr(optimizer, method)

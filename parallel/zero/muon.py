@@ -1,15 +1,15 @@
-"""Muon over ranks: momentum of which each matrix is made orthogonal before it is subtracted (arXiv 2502.16982).
+"""Muon over ranks: each matrix of the momentum is made orthogonal before it is subtracted (arXiv 2502.16982).
 
     M ← β M + (1 − β) G        U = β M + (1 − β) G
     W ← (1 − lr·λ) W − lr · 0.2 √max(rows, columns) · orthogonal(U)
 
 orthogonal(U) has the singular vectors of U, and singular values near 1: five steps of Newton–Schulz, a polynomial of
-matrix products (K. Jordan, 2024; the coefficients of ``torch.optim.Muon``). With its factor an update has the size of
-AdamW's, whose learning rate and decay serve for both.
+matrix products (K. Jordan, 2024; the coefficients of ``torch.optim.Muon``). The factor gives an update the size of
+AdamW's, so that AdamW's learning rate and decay serve for both.
 
-A rank holds ranges of flat masters, by its ZeRO stage: whole matrices, parts of some, or a part of each. What is whole
-it makes orthogonal by itself. Of any other matrix one rank is given all parts, and sends back to each its own; which
-rank follows from the sizes alone, so that all have equally much to do.
+A rank holds ranges of flat masters, by its ZeRO stage: full matrices, parts of some, or a part of each. It makes full
+matrices orthogonal by itself. Of any other matrix one rank receives all parts, and sends back to each rank its own; the
+sizes alone determine that rank, so that all ranks have equal work.
 
 Axes: n matrices, r rows, c columns.
 """
@@ -43,7 +43,7 @@ _DOING = "making matrices of Muon's momentum orthogonal"
 
 
 class Matrices(NamedTuple):
-    """What a parameter is made of."""
+    """Matrices that a parameter is made of."""
 
     number: int
     rows: int
@@ -51,15 +51,15 @@ class Matrices(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Values of one."""
+        """Number of values of one matrix."""
         return self.rows * self.columns
 
 
 def matrices_of(model: Task) -> dict[str, Matrices]:
     """Return the matrices of each parameter that Muon updates: projections of blocks, routers, and experts one by one.
 
-    Embeddings, heads, norms, biases, filters, and projections to one value stay AdamW's. Of experts, gate and up
-    projections count apart, as they are in dense layers.
+    Embeddings, heads, norms, biases, filters, and projections to one value are left to AdamW. The gate and up
+    projections of experts count separately, as they are in dense layers.
     """
     found: dict[str, Matrices] = {}
     in_blocks = {
@@ -83,7 +83,7 @@ def orthogonal(x_nrc: Tensor, dtype: torch.dtype) -> Tensor:
     is_tall = out.shape[-2] > out.shape[-1]
     if is_tall:
         out = out.mT
-    # No singular value is beyond 1 then, which the polynomial needs.
+    # No singular value exceeds 1 then, as the polynomial requires.
     out = out / out.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(STEPS):
         gram = out @ out.mT
@@ -94,7 +94,7 @@ def orthogonal(x_nrc: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Held(NamedTuple):
-    """A rank's range of a parameter of matrices."""
+    """Range of a parameter of matrices that a rank holds."""
 
     matrices: Matrices
     start: int
@@ -106,7 +106,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One matrix of which no rank has all."""
+    """Matrix that no rank holds in full."""
 
     number: int
     """Of its parameter, among those of the flat master."""
@@ -117,16 +117,16 @@ class _Matrix:
     """The rank in the group that makes it orthogonal."""
 
     def part(self, start: int, numel: int) -> tuple[int, int]:
-        """Return what a range of the parameter has of it, from its own first value; nothing is (0, 0)."""
+        """Return its part in a range of the parameter, counted from its own first value; (0, 0) if there is none."""
         lo, hi = max(start - self.first, 0), min(start + numel - self.first, self.matrices.size)
         return (lo, hi) if lo < hi else (0, 0)
 
 
 class FlatMatrices:
-    """The matrices in one flat master of each rank, and how they come together."""
+    """Matrices in one flat master of each rank, and their exchange."""
 
     def __init__(self, held: Sequence[Held], group: ProcessGroup | None, dtype: torch.dtype) -> None:
-        """``held`` are this rank's ranges of the same parameters on all ranks of the ``group``; None: it has all."""
+        """Take ``held``, this rank's ranges of the same parameters on all ranks of ``group``; None: it has all."""
         self.held, self.group, self.dtype = held, group, dtype
         self._comm = Communicator()
 
@@ -136,7 +136,7 @@ class FlatMatrices:
             size = held.matrices.size
             begin = held.at + first * size - held.start
             part = update_N[begin : begin + (last - first) * size].view(-1, held.matrices.rows, held.matrices.columns)
-            # A few at a time: of experts there are hundreds, and each step of the polynomial holds copies.
+            # A few at a time: there are hundreds of experts, and each step of the polynomial holds copies.
             for few in part.split(max(1, BUCKET_VALUES // size)):
                 few.copy_(self._scaled(few))
         for bucket in self._buckets:
@@ -146,7 +146,7 @@ class FlatMatrices:
         return orthogonal(x_nrc, self.dtype) * (_RMS * max(x_nrc.shape[-2:]) ** 0.5)
 
     def _whole(self) -> Iterator[tuple[Held, int, int]]:
-        """Yield the matrices [first, last) of each parameter that this rank has whole."""
+        """Yield the matrices [first, last) of each parameter that this rank holds in full."""
         for held in self.held:
             size = held.matrices.size
             first, last = -(-held.start // size), (held.start + held.numel) // size
@@ -163,7 +163,7 @@ class FlatMatrices:
 
     @cached_property
     def _buckets(self) -> list[list[_Matrix]]:
-        """The matrices that no rank has whole, so many that they travel together. Collective."""
+        """Matrices that no rank holds in full, in buckets that travel together. Collective."""
         load = [0] * len(self._ranges)
         found: list[list[_Matrix]] = []
         filled = BUCKET_VALUES
@@ -173,7 +173,7 @@ class FlatMatrices:
                 first = index * matrices.size
                 if any(start <= first and first + matrices.size <= start + n for start, n in self._of(number)):
                     continue
-                # Whoever has had least to do; of several the first.
+                # The rank with the least work so far; of several the first.
                 owner = load.index(min(load))
                 load[owner] += matrices.size * min(matrices.rows, matrices.columns)
                 if filled + matrices.size > BUCKET_VALUES:
@@ -184,11 +184,11 @@ class FlatMatrices:
         return found
 
     def _of(self, number: int) -> list[tuple[int, int]]:
-        """The ranges of one parameter, by rank."""
+        """Return the ranges of one parameter, by rank."""
         return [of_rank[number] for of_rank in self._ranges]
 
     def _exchange(self, update_N: Tensor, bucket: Sequence[_Matrix]) -> None:
-        """Bring each matrix of a bucket together on its owner, and the parts of the orthogonal one back."""
+        """Collect each matrix of a bucket on its owner, and return the parts of the orthogonal one to their ranks."""
         assert self.group is not None, "a matrix that nobody has whole, without other ranks"
         ranks = range(self.group.size())
         own = self.group.rank()
@@ -214,7 +214,7 @@ class FlatMatrices:
             update_N[part].copy_(values)
 
     def _own_part(self, matrix: _Matrix) -> slice:
-        """Where this rank's part of a matrix lies in the flat master."""
+        """Return the slice of the flat master that holds this rank's part of a matrix."""
         held = self.held[matrix.number]
         lo, hi = matrix.part(held.start, held.numel)
         begin = held.at + matrix.first - held.start
@@ -258,7 +258,7 @@ class Muon(AdamW):
         state["step"] += 1
         momentum, update = state["exp_avg"], p.grad
         momentum.lerp_(update, 1 - self.momentum)
-        # In the place of the gradient, which nobody reads any more.
+        # In place of the gradient, which is not read any more.
         update.lerp_(momentum, self.momentum)
         self.flats[id(p)].make_orthogonal_(update.view(-1))
         p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -268,7 +268,7 @@ class Muon(AdamW):
 def whole_matrices(
     masters: Mapping[str, Tensor], matrices: Mapping[str, Matrices], dtype: torch.dtype
 ) -> dict[int, FlatMatrices]:
-    """Return ``Muon.flats`` of masters that one process has whole, each by itself."""
+    """Return ``Muon.flats`` of masters that one process holds in full, each by itself."""
     return {
         id(masters[name]): FlatMatrices([Held(of_name, 0, masters[name].numel(), 0)], None, dtype)
         for name, of_name in matrices.items()

@@ -1,4 +1,4 @@
-"""AdamW, or Muon beside it: options, groups of parameters, AdamW's class, and the state before the first step."""
+"""AdamW, or Muon with it: options, groups of parameters, AdamW's class, and the state before the first step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MASTER, MOMENTS = ROLES[0], ROLES[1:]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """AdamW with decoupled weight decay on matrices alone, or Muon for the matrices of blocks (``muon``)."""
+    """AdamW with decoupled weight decay on matrices only, or Muon for the matrices of blocks (``muon``)."""
 
     name: str = "adamw"
     """adamw or muon."""
@@ -35,7 +35,7 @@ class OptimizerOptions:
 
 
 def optimizer_groups(model: Task, weight_decay: float, orthogonal: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Matrices decay; norms and biases do not. Experts that are spread over ranks are groups apart.
+    """Return parameter groups: only matrices decay, not norms and biases; experts spread over ranks are separate.
 
     So are the ``orthogonal`` parameters, if there are any: Muon's groups of ``matrices``.
     """
@@ -58,9 +58,9 @@ def optimizer_groups(model: Task, weight_decay: float, orthogonal: Collection[st
 
 
 class AdamW(torch.optim.AdamW):
-    """PyTorch's, whose methods do not import torch.compile's tracer to tell it that it must leave them alone.
+    """PyTorch's AdamW, with methods that do not import torch.compile's tracer just to be excluded from tracing.
 
-    They are PyTorch's own, out of their decorators. The tracer takes a second of every start, and a run traces nothing.
+    They are PyTorch's own, without decorators. The tracer takes a second of every start, and a run traces nothing.
     """
 
     add_param_group = unwrap(torch.optim.AdamW.add_param_group)
@@ -71,9 +71,9 @@ class AdamW(torch.optim.AdamW):
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon with ``torch.compile`` switched off: it would compile three functions nobody calls.
+    """Import DeepSpeed's Muon with ``torch.compile`` switched off: it would compile three functions that are not used.
 
-    Each ZeRO stage imports the module to ask whether the optimiser is a Muon. Ours is an AdamW.
+    Each ZeRO stage imports the module to check whether the optimiser is a Muon. Ours is an AdamW.
     """
     compile_function = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
@@ -84,10 +84,10 @@ def import_muon() -> None:
 
 
 def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
-    """Give masters without moments zeros for them, and a step counter each."""
+    """Give zero moments to masters without moments, and a step counter each."""
     muons = getattr(inner, "flats", {})
     for p in masters:
-        # A rank may hold nothing of a buffer, and a run that goes on has its moments already.
+        # A rank may hold no part of a buffer, and a run that continues has its moments already.
         if p.numel() and not inner.state[p]:
             kept = MOMENTS[:1] if id(p) in muons else MOMENTS
             moments = {moment: torch.zeros_like(p) for moment in kept}
@@ -95,8 +95,8 @@ def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
 
 
 def _step_counter(inner: torch.optim.Optimizer, master: Tensor) -> Tensor | int:
-    """A counter of no steps, as the optimiser keeps it: DeepSpeed's a number, PyTorch's a tensor on the CPU, or for its
-    fused kernel where the master is."""
+    """Return a counter of no steps in the optimiser's form: a number for DeepSpeed's, a tensor on the CPU for
+    PyTorch's, or on the master's device for its fused kernel."""
     if not isinstance(inner, torch.optim.AdamW):
         return 0
     if inner.defaults.get("fused"):
@@ -105,15 +105,15 @@ def _step_counter(inner: torch.optim.Optimizer, master: Tensor) -> Tensor | int:
 
 
 def set_steps(inner: torch.optim.Optimizer, steps: int) -> None:
-    """Let the optimiser count on from so many steps."""
+    """Make the optimiser count on from so many steps."""
     for state in inner.state.values():
         if isinstance(state.get("step"), Tensor):
-            # One tensor each, where it was: AdamW counts up in place, and a common one would count once a parameter.
+            # One tensor each, on its device: AdamW counts up in place, and a shared one would count once per parameter.
             state["step"] = torch.full_like(state["step"], float(steps))
         elif "step" in state:
             state["step"] = steps
 
 
 def masters_of(inner: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors that the optimiser updates."""
+    """Return the tensors that the optimiser updates."""
     return [p for group in inner.param_groups for p in group["params"]]

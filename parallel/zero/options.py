@@ -1,4 +1,4 @@
-"""What a run decides about ZeRO beside its stage, and what is decided for it by the device."""
+"""ZeRO options of a run besides its stage, and defaults that depend on the device."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class ZeroOptions:
 
     @property
     def swaps(self) -> bool:
-        """Whether a disk holds anything."""
+        """True if a disk holds any state."""
         return "nvme" in (self.offload, self.offload_parameters)
 
 
 def default_stage(device_type: str) -> int:
-    """What ``zero.stage = "auto"`` is: 2 on GPUs, else 1.
+    """Return the stage for ``zero.stage = "auto"``: 2 on GPUs, else 1.
 
-    Stage 1 keeps all float32 gradients on each rank: 32 GB of an 8B model. Stage 2 spreads them and reduces them in
-    buckets while backward goes on. On a CPU nothing overlaps, and one reduction at the end of the step is faster.
+    Stage 1 keeps all float32 gradients on each rank: 32 GB for an 8B model. Stage 2 spreads them and reduces them in
+    buckets while backward runs. On a CPU nothing overlaps, and one reduction at the end of the step is faster.
     """
     if device_type == "cuda":
         return 2
@@ -64,9 +64,9 @@ def default_stage(device_type: str) -> int:
 
 
 def overlaps(stage: int, device_type: str, wish: bool | None) -> bool:
-    """Whether DeepSpeed reduces gradients (and gathers weights, in stage 3) beside backward.
+    """Return whether DeepSpeed reduces gradients (and gathers weights, in stage 3) during backward.
 
-    Stage 3 prefetches everywhere. Stages 1 and 2 need a second stream, which a CPU has not.
+    Stage 3 prefetches everywhere. Stages 1 and 2 need a second stream, which a CPU does not have.
     """
     if wish is not None:
         return wish
@@ -74,16 +74,16 @@ def overlaps(stage: int, device_type: str, wish: bool | None) -> bool:
 
 
 def aligns(device_type: str, wish: bool | None) -> bool:
-    """Whether stages 1 and 2 leave gaps in their flat buffers, so that each parameter starts at 16 bytes."""
+    """Return whether stages 1 and 2 leave gaps in flat buffers, so that each parameter starts at 16 bytes."""
     if wish is not None:
         return wish
     return device_type == "cuda"
 
 
 def uses_fused_adamw(device_type: str, wish: bool | None) -> bool:
-    """Whether AdamW updates in one kernel: on GPUs, where the other forms hold temporaries of twice the partition.
+    """Return whether AdamW updates in one kernel: on GPUs, since other forms hold temporaries of twice the partition.
 
-    On a CPU the plain form stays: the fused one rounds otherwise.
+    On a CPU the plain form is used: the fused one rounds differently.
     """
     if wish is not None:
         return wish
@@ -91,9 +91,10 @@ def uses_fused_adamw(device_type: str, wish: bool | None) -> bool:
 
 
 def update_size(offload: str, wish: int | None) -> int:
-    """Parameters that stage 3 updates at once: 1 billion (DeepSpeed's own), or 100 million that come from a disk.
+    """Return the parameters that stage 3 updates at once: 1 billion (DeepSpeed's default), or 100 million from a disk.
 
-    Memory holds four times one sub-group in float32 there, so that a larger one would save nothing of most models.
+    With a disk, memory holds four times one sub-group in float32, so that a larger one would save nothing of most
+    models.
     """
     if wish is not None:
         return wish
@@ -103,7 +104,7 @@ def update_size(offload: str, wish: int | None) -> int:
 
 
 def check_device(zero: ZeroOptions, device_type: str) -> None:
-    """ConfigError for what DeepSpeed does on GPUs alone."""
+    """Raise ConfigError for options that DeepSpeed supports only on GPUs."""
     for key, wanted in (
         ("quantized_weights", zero.quantized_weights),
         ("quantized_gradients", zero.quantized_gradients),
@@ -116,7 +117,7 @@ def check_device(zero: ZeroOptions, device_type: str) -> None:
 
 
 def check_zero(stage: int, dtype: torch.dtype) -> None:
-    """ConfigError unless DeepSpeed can train in this stage and dtype with fp32 accumulation."""
+    """Raise ConfigError unless DeepSpeed can train in this stage and dtype with fp32 accumulation."""
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f'zero.stage={stage} must be 0, 1, 2 or 3, or "auto".')
     if stage == 0 and dtype == torch.bfloat16:

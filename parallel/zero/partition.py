@@ -1,4 +1,4 @@
-"""How a ZeRO stage holds a model, and DeepSpeed's start: what ``Whole``, ``Flat`` and ``Sharded`` have in common."""
+"""Partition of a model by a ZeRO stage, and DeepSpeed's start: the base of ``Whole``, ``Flat`` and ``Sharded``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORKING = "weight of forward"
 
 
 class Extent(NamedTuple):
-    """The flat range of a parameter whose master and moments this rank holds."""
+    """Flat range of a parameter whose master and moments this rank holds."""
 
     start: int
     """In the parameter as this rank held it before ZeRO."""
@@ -43,7 +43,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapping:
-    """What DeepSpeed is started with."""
+    """Model and settings that DeepSpeed is started with."""
 
     model: Task
     tensors: ModelTensors
@@ -62,13 +62,13 @@ class Wrapping:
             return self._start(clip_norm, space)
 
     def _start(self, clip_norm: float, space: SwapSpace | None) -> Any:
-        """``start``, with the disk that DeepSpeed may swap to."""
+        """Run ``start`` with the disk that DeepSpeed may swap to."""
         swap_path, swapper = "", None
         if space is not None:
             swap_path = space.path
             swapper = WeightSwapper(space, self.dtype, persistence_threshold=self.zero.param_persistence_threshold)
         config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm, self.zero, swap_path=swap_path)
-        # Groups first: they go by the number of axes, of which a partitioned parameter has lost its own.
+        # Groups first: they depend on the number of axes, which a partitioned parameter has lost.
         groups = optimizer_groups(self.model, self.options.weight_decay, self.matrices)
         with groups_of_library():
             allocate(
@@ -80,8 +80,8 @@ class Wrapping:
                 swapper=swapper,
             )
         optimizer = self._optimizer(groups)
-        # Memory figures that no option silences. Before each DeepSpeed collects garbage, 15 times in all: what the
-        # imports made is a million objects, and none of it is garbage.
+        # DeepSpeed prints memory figures that no option silences. Before each it collects garbage, 15 times in all: the
+        # imports have made a million objects, and none of them is garbage.
         gc.freeze()
         try:
             with redirect_stdout(io.StringIO()), groups_of_library(), nothing_is_sent():
@@ -93,12 +93,12 @@ class Wrapping:
         return engine
 
     def _optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimiser that DeepSpeed wraps."""
+        """Return the optimiser that DeepSpeed wraps."""
         common: dict[str, Any] = {"lr": 0.0, "betas": self.options.betas, "eps": self.options.eps}
         if self.zero.offload != "none":
             assert self.options.name == "adamw", "what is offloaded is DeepSpeed's AdamW's"
             return build_cpu_adam(groups, **common)
-        # Else one parameter at a time: the foreach form would hold temporaries of all of them at once.
+        # Otherwise one parameter at a time: the foreach form would hold temporaries of all of them at once.
         common |= {"foreach": False, "fused": uses_fused_adamw(accelerator(), self.options.fused)}
         if self.options.name == "muon":
             return Muon(groups, momentum=self.options.momentum, **common)
@@ -106,7 +106,7 @@ class Wrapping:
 
 
 class Partition(ABC):
-    """A wrapped model as one kind of stage holds it. What is said here holds unless a stage says otherwise."""
+    """Wrapped model as one kind of stage holds it. Defaults here hold unless a stage overrides them."""
 
     def __init__(self, wrapping: Wrapping, clip_norm: float) -> None:
         """Start DeepSpeed, which clips by ``clip_norm``; 0 never."""
@@ -119,16 +119,16 @@ class Partition(ABC):
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The AdamW inside whatever wraps it."""
+        """AdamW inside the optimisers that wrap it."""
         return self.engine.optimizer.optimizer
 
     def update(self, accept: Accept) -> tuple[float, bool]:
         """Clip the gradients, update masters and weights, clear the gradients.
 
-        Returns the norm before clipping, and whether there was an update: on every rank alike none by a norm that is
-        not finite, or that ``accept`` refuses. Gradients are cleared in any case. Collective.
+        Return the norm before clipping, and whether there was an update: on no rank if the norm is not finite, or if
+        ``accept`` refuses it. Gradients are cleared in any case. Collective.
         """
-        # Stages 1 to 3 leave the update out, in silence, on all ranks as soon as one rank's part is not finite
+        # Stages 1 to 3 silently skip the update on all ranks as soon as one rank's part is not finite
         # (``optimizer.overflow``; stage 2 does so in bfloat16 because ``check_grad_overflow`` is set).
         with refusing(accept) as seen:
             self.engine.step()
@@ -140,22 +140,22 @@ class Partition(ABC):
 
     @abstractmethod
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of the step's gradient, by name, as DeepSpeed holds it between backward and step."""
+        """Yield this rank's part of the step's gradient, by name, as DeepSpeed holds it between backward and step."""
 
     @abstractmethod
     def extent(self, name: str, p: nn.Parameter) -> Extent:
-        """Which range of a parameter this rank holds masters and moments of."""
+        """Return the range of a parameter of which this rank holds masters and moments."""
 
     def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """Parameters by name, all of them once: those of a group are in memory together."""
+        """Return parameters by name, all of them once: those of a group are in memory together."""
         return [list(self._model.network.named_parameters())]
 
     @contextmanager
     def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
-        """Have masters and moments of a group's parameters in memory within the block.
+        """Keep masters and moments of a group's parameters in memory within the block.
 
-        With ``moments`` every master has its own: DeepSpeed and AdamW create them at the first step only. With
-        ``writes`` what is put into masters and moments stays, and ends up in the weights that forward reads as after a
+        With ``moments`` every master has its own: DeepSpeed and AdamW create them only at the first step. With
+        ``writes`` the values written to masters and moments stay, and reach the weights that forward reads, as after a
         step, once ``refresh_weights`` was called.
         """
         if moments:
@@ -163,7 +163,7 @@ class Partition(ABC):
         yield
 
     def roles(self, name: str) -> tuple[str, ...]:
-        """What the optimiser keeps of a parameter."""
+        """Return the roles that the optimiser keeps of a parameter."""
         if name in self._matrices:
             return ROLES[:2]
         return ROLES
@@ -172,11 +172,11 @@ class Partition(ABC):
     def flats(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
         """Yield each tensor that the optimiser updates, and the parameters, by name, that it has parts of.
 
-        On all ranks that hold the same weights in one order, whether they hold any of a parameter or not.
+        The order is the same on all ranks that hold the same weights, also if they hold no part of a parameter.
         """
 
     def _flat_matrices(self, inner: Muon) -> Iterator[tuple[int, FlatMatrices]]:
-        """Yield the matrices in each of those that Muon updates, by its identity."""
+        """Yield the matrices in each tensor that Muon updates, by the tensor's identity."""
         for flat, parameters in self.flats():
             held = []
             for name, p in parameters:
@@ -190,7 +190,7 @@ class Partition(ABC):
             else:
                 first = parameters[0][0]
                 group = None
-                # Whole on every rank, or spread over those that hold the same weights.
+                # Full on every rank, or spread over those that hold the same weights.
                 if not self.is_whole:
                     group = self._tensors.replicas(first)
                 yield id(flat), FlatMatrices(held, group, inner.matrix_dtype)
@@ -200,27 +200,27 @@ class Partition(ABC):
 
     @abstractmethod
     def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
-        """A flat tensor by role of what this rank holds of a ``resident`` parameter.
+        """Return by role a flat tensor of this rank's part of a ``resident`` parameter.
 
-        The first values count, as many as its extent has; padding may follow.
+        Only the first values count, as many as its extent has; padding may follow.
         """
 
     def replicas(self, name: str) -> ProcessGroup | None:
-        """The ranks that all hold this rank's ``part`` of the parameter ``name``; None where no other rank does."""
+        """Return the ranks that all hold this rank's ``part`` of the parameter ``name``; None if no other rank does."""
         return None
 
     def answers_for(self, index: int, name: str) -> bool:
-        """Whether this rank is the one to give its part of the ``index``-th parameter away."""
+        """Return whether this rank is the one that provides its part of the ``index``-th parameter."""
         return True
 
     def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
-        """What other ranks hold of a parameter with the same bits as this one, by role; whole or nothing."""
+        """Return the tensors of a parameter that other ranks hold with the same bits, by role; full or none."""
         return {}
 
     def working_part(self, name: str, p: nn.Parameter) -> Tensor:
-        """What this rank holds of the weight that forward reads."""
+        """Return this rank's part of the weight that forward reads."""
         return p.detach()
 
     @abstractmethod
     def refresh_weights(self) -> None:
-        """Have forward read what was put into masters. Collective."""
+        """Make forward read the values written to masters. Collective."""

@@ -1,4 +1,4 @@
-"""Whether ranks that hold the same weights hold the same bits, and whether a rank's own state stays as it was left."""
+"""Checks that ranks with the same weights hold the same bits, and that a rank's own state stays as it was left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUFFER = "buffer"
 
 
 class Part(NamedTuple):
-    """A tensor, or a range of it, that a rank holds."""
+    """Tensor, or a range of it, that a rank holds."""
 
     name: str
     role: str
@@ -31,13 +31,13 @@ class Part(NamedTuple):
     """The range's first value in the whole tensor."""
 
     def describe(self) -> str:
-        """As a message has it."""
+        """Return it as text, for a message."""
         return f"{self.name} ({self.role})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Odd:
-    """A tensor of which some rank holds other bits than it should."""
+    """Tensor of which some rank holds other bits than it should."""
 
     part: Part
     ranks: tuple[int, ...]
@@ -49,7 +49,7 @@ class Odd:
 
 
 class Replicas:
-    """Sums of what ranks hold alike, to compare over ranks; and of what a rank holds, to compare with later."""
+    """Sums of tensors that ranks share, to compare over ranks; and of a rank's own, to compare with later."""
 
     def __init__(self, engine: ZeroEngine) -> None:
         self.engine = engine
@@ -57,25 +57,25 @@ class Replicas:
         self._remembered: list[tuple[Part, Sum]] = []
 
     def remember(self) -> None:
-        """Note the sums of masters, moments and buffers that this rank answers for. No host sync on a GPU.
+        """Note the sums of the masters, moments and buffers that this rank answers for. No host sync on a GPU.
 
-        Until ``forget`` nobody may write to them.
+        They must not be written to until ``forget``.
         """
         self._remembered = self._own()
 
     def forget(self) -> None:
-        """Drop what was noted: the next update writes to it."""
+        """Drop the noted sums: the next update writes to the tensors."""
         self._remembered = []
 
     @property
     def own_sums(self) -> list[Sum]:
-        """What was noted, in the order of ``ZeroEngine.owned_pieces``; empty where nothing was."""
+        """Noted sums, in the order of ``ZeroEngine.owned_pieces``; empty if there are none."""
         return [total for _, total in self._remembered]
 
     def compare(self) -> list[Odd]:
-        """What ranks that should agree hold differently, and what has changed since ``remember``. Collective.
+        """Return the tensors that differ between ranks that should agree, or since ``remember``. Collective.
 
-        The same on every rank; empty where all is well.
+        The result is the same on every rank, and empty if all is well.
         """
         alike = self._alike()
         own_parts = [part for part, _ in self._remembered]
@@ -83,7 +83,7 @@ class Replicas:
         is_changed = torch.zeros(0, dtype=torch.bool)
         if own_parts:
             now = [total for _, total in self._own()]
-            # On the device: the host reads the number of them with all else.
+            # On the device: the host reads the number of them with everything else.
             is_changed = self._stacked(now) != self._stacked(self.own_sums)
             changed = is_changed.sum()
         # Experts are compared among fewer ranks than all other weights are.
@@ -93,10 +93,10 @@ class Replicas:
         seen_r3 = _of_ranks(mine)
         if self._agree(seen_r3):
             return []
-        # Names travel only once something differs.
+        # Names are sent only once something differs.
         own = [part for part, one in zip(own_parts, is_changed.tolist(), strict=True) if one]
         odd_own = _odd_own(gather_objects(own))
-        # What differs from its own past needs no majority, and is told once.
+        # A tensor that differs from its own past needs no majority, and is reported once.
         known: dict[str, set[int]] = {}
         for odd in odd_own:
             known.setdefault(odd.part.name, set()).update(odd.ranks)
@@ -104,7 +104,7 @@ class Replicas:
         return odd_own + [odd for odd in odd_alike if not _is_known(odd, known.get(odd.part.name, set()))]
 
     def _agree(self, seen_r3: Sequence[Sequence[int]]) -> bool:
-        """Whether all ranks with the same weights have the same sums, and none has changed by itself."""
+        """Return whether all ranks with the same weights have the same sums, and none has changed by itself."""
         degree = self._expert_degree
         for rank, (shared, experts, changed) in enumerate(seen_r3):
             if changed or shared != seen_r3[0][0] or experts != seen_r3[rank % degree][1]:
@@ -113,7 +113,7 @@ class Replicas:
 
     @property
     def _expert_degree(self) -> int:
-        """Ranks between which the experts are spread: every so many ranks hold the same ones."""
+        """Number of ranks over which the experts are spread: every so many ranks hold the same ones."""
         experts = self.engine.tensors.experts
         if experts is None:
             return 1
@@ -123,10 +123,10 @@ class Replicas:
         return self._expert_degree > 1 and is_expert_weight(part.name)
 
     def _alike(self) -> dict[Part, Sum]:
-        """The sums of all that other ranks should hold with the same bits, in the model's order."""
+        """Return the sums of all tensors that other ranks should hold with the same bits, in the model's order."""
         partition, decoder = self.engine.partition, self.engine.model.network
         found = {}
-        # Buffers first, then parameters: their places are in the sums, so the order is one for all ranks.
+        # Buffers first, then parameters: their places are in the sums, so the order is the same on all ranks.
         for name, buffer in decoder.named_buffers():
             found[Part(name, BUFFER)] = bit_sum([buffer.contiguous()])
         for name, p in decoder.named_parameters():
@@ -135,7 +135,7 @@ class Replicas:
         return found
 
     def _own(self) -> list[tuple[Part, Sum]]:
-        """What this rank answers for, and the sums of it."""
+        """Return the parts that this rank answers for, and their sums."""
         return [
             (Part(name, role, start), bit_sum([values.contiguous()]))
             for name, role, start, values in self.engine.owned_ranges()
@@ -147,12 +147,12 @@ class Replicas:
         return stacked(sums, self._device)
 
     def _digest(self, sums: dict[Part, Sum]) -> Tensor:
-        """One number for all of them, which are in one order on every rank."""
+        """Return one number for all sums, which are in the same order on every rank."""
         values = self._stacked(list(sums.values()))
         return mixed(values + mixed(torch.arange(1, len(sums) + 1, device=self._device))).sum()
 
     def _odd_alike(self, alike: dict[Part, Sum]) -> list[Odd]:
-        """By tensor, which ranks differ from the others that hold it. Collective."""
+        """Return by tensor the ranks that differ from the others that hold it. Collective."""
         degree, found = self._expert_degree, []
         of_ranks = gather_objects({part: int(total) for part, total in alike.items()})
         for part in of_ranks[0]:
@@ -165,11 +165,11 @@ class Replicas:
 
 
 def judge(part: Part, sums: dict[int, int]) -> Iterable[Odd]:
-    """Which ranks hold other bits of a tensor than the majority; all of them where there is none."""
+    """Yield the ranks that hold other bits of a tensor than the majority; all of them if there is none."""
     counts = Counter(sums.values())
     if len(counts) == 1:
         return
-    # More than half, and not the most of several: two that are wrong alike outnumber one that is right.
+    # More than half, not only the most common: two that are wrong in the same way outnumber one that is right.
     usual, count = counts.most_common(1)[0]
     if 2 * count > len(sums):
         yield Odd(part=part, ranks=tuple(rank for rank, total in sums.items() if total != usual), decided=True)
@@ -178,7 +178,7 @@ def judge(part: Part, sums: dict[int, int]) -> Iterable[Odd]:
 
 
 def _is_known(odd: Odd, changed: set[int]) -> bool:
-    """Whether ranks that have ``changed`` by themselves explain it."""
+    """Return whether ranks that have ``changed`` by themselves explain it."""
     if odd.decided:
         return set(odd.ranks) <= changed
     return bool(changed)
@@ -191,7 +191,7 @@ def _odd_own(of_ranks: Sequence[Sequence[Part]]) -> list[Odd]:
 
 
 def _of_ranks(mine: Tensor) -> list[list[int]]:
-    """Every rank's numbers. Waits for the device."""
+    """Return every rank's numbers. Waits for the device."""
     if num_ranks() == 1:
         return [mine.tolist()]
     doing = "comparing weights with the other ranks"

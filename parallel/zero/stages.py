@@ -1,4 +1,4 @@
-"""How each ZeRO stage holds a model: whole on every rank, in flat buffers spread over ranks, or each tensor sharded."""
+"""Partitions of a model by ZeRO stage: full on every rank, in flat buffers over ranks, or each tensor sharded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parallel.zero.swapping import WeightSwapper
 
 
 class Whole(Partition):
-    """Stage 0: every rank holds whole weights, masters, moments and gradients; a weight is its own master."""
+    """Stage 0: every rank holds full weights, masters, moments and gradients; a weight is its own master."""
 
     is_whole = True
 
@@ -42,7 +42,7 @@ class Whole(Partition):
         return self.engine.optimizer
 
     def update(self, accept: Accept) -> tuple[float, bool]:
-        """Look at the norm first: DeepSpeed would update also by a gradient that is not finite."""
+        """Check the norm first: DeepSpeed would update even by a gradient that is not finite."""
         # The same norm on every rank, from averaged gradients: all of them update, or none does.
         norm = self._gradient_norm()
         taken = math.isfinite(norm) and accept(norm)
@@ -92,15 +92,15 @@ class Whole(Partition):
         return found
 
     def refresh_weights(self) -> None:
-        """Nothing to do: forward reads the masters."""
+        """Do nothing: forward reads the masters."""
 
     def _gradient_norm(self) -> float:
-        """DeepSpeed reports no norm here. Gradients are whole, and averaged on every rank that holds the weight."""
+        """Return the gradient norm, which DeepSpeed does not report. Gradients are full, averaged over holders."""
         gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
         experts = self._tensors.experts
         if experts is None:
             return float(torch.nn.utils.get_total_norm(gradients.values()))
-        # Every rank has the same gradients of the shared weights; those of the experts are of its own experts alone.
+        # Every rank has the same gradients of the shared weights; those of the experts are only of its own experts.
         of_experts = [gradient for name, gradient in gradients.items() if is_expert_weight(name)]
         of_others = [gradient for name, gradient in gradients.items() if not is_expert_weight(name)]
         norms = [torch.nn.utils.get_total_norm(part) for part in (of_others, of_experts)]
@@ -110,7 +110,7 @@ class Whole(Partition):
         return float(squares.sum().sqrt())
 
     def _clip_gradients(self, norm: float) -> None:
-        """Scale gradients of this norm down to ``clip_norm``; where experts are not spread, DeepSpeed does it."""
+        """Scale gradients of this norm down to ``clip_norm``; if experts are not spread, DeepSpeed does it."""
         if self._clip_norm <= 0 or norm + 1e-6 <= self._clip_norm:
             return
         factor = self._clip_norm / (norm + 1e-6)
@@ -120,25 +120,25 @@ class Whole(Partition):
 
 
 def _nothing() -> None:
-    """The update of a step that is left out."""
+    """Replace the update of a step that is skipped."""
 
 
 class Flat(Partition):
-    """Stages 1 and 2: every rank holds whole weights, and a range of each flat buffer of masters and moments.
+    """Stages 1 and 2: every rank holds full weights, and a range of each flat buffer of masters and moments.
 
-    In stage 2 gradients lie in flat buffers spread over ranks, too.
+    In stage 2 gradients are in flat buffers spread over ranks, too.
     """
 
     def __init__(self, wrapping: Wrapping) -> None:
         super().__init__(wrapping, wrapping.options.clip_norm)
-        # In stage 1 and bfloat16 DeepSpeed takes an optimiser class of its own, which keeps whole gradients.
+        # In stage 1 and bfloat16 DeepSpeed uses a different optimiser class, which keeps full gradients.
         self._keeps_whole_gradients = wrapping.stage == 1 and wrapping.dtype == torch.bfloat16 and not self._offloads
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         # Both by group of parameters, in the order in which the group lists them.
         zero = self.engine.optimizer
         if self._offloads:
-            # They are on their way to the machine's memory.
+            # They are on their way to CPU memory.
             zero._wait_for_offload_copies()
             groups, gradients = zero.params_in_partition, zero.offload_gradient_dict
         elif self._keeps_whole_gradients:
@@ -156,7 +156,7 @@ class Flat(Partition):
 
     def extent(self, name: str, p: nn.Parameter) -> Extent:
         fragment = p._hp_mapping  # type: ignore[attr-defined]
-        if fragment is None:  # all of it lies in the ranges of other ranks
+        if fragment is None:  # all of it is in the ranges of other ranks
             return Extent(0, 0)
         address = fragment.lp_fragment_address
         return Extent(address.start, address.numel)
@@ -193,15 +193,15 @@ class Flat(Partition):
 class Sharded(Partition):
     """Stage 3: every rank holds a part of each weight, with its master, moments and gradient.
 
-    Each parameter is cut into equal parts, one a rank; the last ones are padded.
+    Each parameter is cut into equal parts, one per rank; the last ones are padded.
     """
 
     def __init__(self, wrapping: Wrapping) -> None:
         # Weights that another module's forward reads, such as a tied head: DeepSpeed has to gather them there too.
         for module, parameter in external_parameters(wrapping.model.network):
             deepspeed.zero.register_external_parameter(module, parameter)
-        # A compiled graph spans modules, and no hook runs inside of it; and chunks would gather weights once each. A
-        # block's weights are gathered before all of it.
+        # A compiled graph spans modules, and no hook runs inside of it; and with chunks weights would be gathered once
+        # for each. So all weights of a block are gathered before it runs.
         execution = wrapping.model.network.execution
         if execution.compiler is not None or execution.chunk_tokens:
             leaves: list[type[nn.Module]] = [Block]
@@ -211,7 +211,7 @@ class Sharded(Partition):
         super().__init__(wrapping, wrapping.options.clip_norm)
 
     def update(self, accept: Accept) -> tuple[float, bool]:
-        # DeepSpeed takes a weight that it finds in memory to be there for good, also one that it has read ahead.
+        # DeepSpeed expects a weight that it finds in memory to stay there, even one that it has read ahead.
         if self._swapper is not None:
             self._swapper.release_all()
         return super().update(accept)
@@ -221,7 +221,7 @@ class Sharded(Partition):
         if not self._offloads:
             yield from named_gradients(self._model.network, zero.fp16_groups, zero.averaged_gradients)
             return
-        # What it hands on, to AdamW's copy or to a disk, stays here.
+        # The gradients that it hands on, to AdamW's copy or to a disk, are here, too.
         start = 0
         for group in self.groups():
             for name, p in group:
@@ -231,7 +231,7 @@ class Sharded(Partition):
 
     def extent(self, name: str, p: nn.Parameter) -> Extent:
         _, _, count = self._position(p)
-        # Equal parts by rank: the range of the last ones may lie behind the parameter's end, as padding.
+        # Equal parts by rank: the range of the last ones may be beyond the parameter's end, as padding.
         start = p.ds_zero_partition_rank * count  # type: ignore[attr-defined]
         return Extent(start, self._num_own(name, p, count))
 
@@ -239,14 +239,14 @@ class Sharded(Partition):
         yield from zip(self.engine.optimizer.fp32_partitioned_groups_flat, self.groups(), strict=True)
 
     def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
-        # DeepSpeed's sub-groups: what it updates at once, and reads from a disk at once.
+        # DeepSpeed's sub-groups: each is updated at once, and read from a disk at once.
         names = {id(p): name for name, p in self._model.network.named_parameters()}
         return [[(names[id(p)], p) for p in group] for group in self.engine.optimizer.fp16_groups]
 
     @contextmanager
     def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
         zero = self.engine.optimizer
-        # The optimiser is given one flat group at a time during a step: between steps it names none of them.
+        # The optimiser is given one flat group at a time during a step: between steps it has none of them.
         flat = zero.fp32_partitioned_groups_flat[group]
         is_swapped = zero._swappable_optimizer_subgroup(group)
         if is_swapped:
@@ -263,12 +263,12 @@ class Sharded(Partition):
             if keeps:
                 zero._optimizer_states_and_gradient_swap_out(group)
         finally:
-            # Also after an error, and nothing where it was written.
+            # Also after an error; no effect if it was written.
             if is_swapped:
                 zero._release_swap_buffers(group)
 
     def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
-        # Where they live: DeepSpeed's own functions would give copies on the GPU of what is offloaded.
+        # The originals: DeepSpeed's own functions would return copies on the GPU of offloaded tensors.
         group, first, count = self._position(p)
         flat = self.engine.optimizer.fp32_partitioned_groups_flat[group]
         values = {MASTER: flat.narrow(0, first, count)}
@@ -284,16 +284,16 @@ class Sharded(Partition):
         return part[: self._num_own(name, p, part.numel())]
 
     def refresh_weights(self) -> None:
-        # What was copied within a node is gathered anew where it is needed.
+        # Copies within a node are gathered again when they are needed.
         self.engine.optimizer.invalidate_secondary_tensor()
 
     @property
     def _swapper(self) -> WeightSwapper | None:
-        """What reads and writes weights on a disk; None where none are there."""
+        """Swapper that reads and writes weights on a disk; None if none are there."""
         return next(self._model.parameters()).nvme_swapper  # type: ignore[attr-defined]
 
     def _forget_weights(self, group: int) -> None:
-        """Free what is gathered, or read ahead, of a sub-group's old weights."""
+        """Free gathered and prefetched tensors of a sub-group's old weights."""
         for p in self.engine.optimizer.fp16_groups[group]:
             if p.ds_status == ZeroParamStatus.AVAILABLE:
                 p.partition()
@@ -301,12 +301,12 @@ class Sharded(Partition):
             self._swapper.release_all()
 
     def _position(self, p: nn.Parameter) -> tuple[int, int, int]:
-        """(sub-group, first value in it, values with padding) of this rank's part of a parameter."""
+        """Return (sub-group, first value in it, values with padding) of this rank's part of a parameter."""
         zero = self.engine.optimizer
         return zero.grad_position[zero.get_param_id(p)]
 
     def _num_own(self, name: str, p: nn.Parameter, part_numel: int) -> int:
-        """Values of this rank's part that belong to the parameter; what follows is padding."""
+        """Return the number of values of this rank's part that belong to the parameter; the rest is padding."""
         start = p.ds_zero_partition_rank * part_numel  # type: ignore[attr-defined]
         return max(0, min(part_numel, self._tensors.local[name].numel() - start))
 

@@ -1,4 +1,4 @@
-"""Masters, moments and buffers as ranges of the whole model's tensors: read out of a partition, and put into one.
+"""Masters, moments and buffers as ranges of the full model's tensors: read from a partition, and written into one.
 
 A tensor is filled block by block; ranks that hold the same one share the reading.
 """
@@ -32,7 +32,7 @@ ReadRange = Callable[[str, str, int, Tensor], None]
 
 
 class Piece(NamedTuple):
-    """A flat range of one tensor in one role."""
+    """Flat range of one tensor in one role."""
 
     name: str
     role: str
@@ -40,12 +40,12 @@ class Piece(NamedTuple):
     numel: int
 
     def of(self, values: Tensor) -> OwnedRange:
-        """The range with its values, the first ones of ``values``."""
+        """Return the range with its values, the first ones of ``values``."""
         return OwnedRange(self.name, self.role, self.start, values[: self.numel])
 
 
 class OwnedRange(NamedTuple):
-    """Values of one tensor in one role that this rank answers for, flat and where they are held: not a copy."""
+    """Values of one tensor in one role that this rank answers for: flat, and not a copy."""
 
     name: str
     role: str
@@ -54,9 +54,9 @@ class OwnedRange(NamedTuple):
 
 
 def owned_pieces(decoder: Decoder, partition: Partition, tensors: ModelTensors) -> list[Piece]:
-    """What this rank answers for of masters, moments and buffers: over all ranks each value once. Nothing is read."""
+    """Return this rank's pieces of masters, moments and buffers: over all ranks each value once. Nothing is read."""
     pieces = []
-    # Buffers are whole on every rank: one rank answers for each, so that no rank writes them all.
+    # Buffers are full on every rank: one rank answers for each, so that no rank writes them all.
     for index, (name, buffer) in enumerate(decoder.named_buffers()):
         if tensors.answers_for(index, name):
             pieces.append(Piece(name, MASTER, 0, buffer.numel()))
@@ -69,9 +69,10 @@ def owned_pieces(decoder: Decoder, partition: Partition, tensors: ModelTensors) 
 
 
 def read_state(decoder: Decoder, partition: Partition, tensors: ModelTensors) -> Generator[OwnedRange]:
-    """The values of ``owned_pieces``, in their order, as fp32. Those of a disk last until the next ones are asked for.
+    """Yield the values of ``owned_pieces``, in their order, as fp32. Those from a disk last until the next are
+    requested.
 
-    The caller goes through to the end, or closes the iterator, before training goes on.
+    The caller must iterate to the end, or close the iterator, before training continues.
     """
     pieces = iter(owned_pieces(decoder, partition, tensors))
     for index, (name, buffer) in enumerate(decoder.named_buffers()):
@@ -86,7 +87,7 @@ def read_state(decoder: Decoder, partition: Partition, tensors: ModelTensors) ->
 
 
 def _owned_groups(decoder: Decoder, partition: Partition) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """The partition's groups, without parameters that another rank gives away or that this one holds nothing of."""
+    """Yield the partition's groups, without parameters that another rank provides or that have no part here."""
     indices = {name: index for index, (name, _) in enumerate(decoder.named_parameters())}
     for group in partition.groups():
         yield [
@@ -102,11 +103,11 @@ def write_state(
 ) -> None:
     """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps. Collective.
 
-    Over all ranks every value is read once: each rank reads its ranges of masters and moments, the weights that forward
-    reads are made of the masters. Without ``moments`` the optimiser starts afresh.
+    Over all ranks every value is read once: each rank reads its ranges of masters and moments, and the weights that
+    forward reads are computed from the masters. Without ``moments`` the optimiser is reset.
     """
     steps_taken = step if moments else 0
-    # Buffers are whole on every rank.
+    # Buffers are full on every rank.
     for name, buffer in decoder.named_buffers():
         fill(buffer.view(-1), _reader(read, name, MASTER, 0), shared_by=world_group())
     for number, group in enumerate(partition.groups()):
@@ -123,15 +124,15 @@ def write_state(
 
 
 def _reader(read: ReadRange, name: str, role: str, first: int) -> Read:
-    """Reads one tensor in one role, counted from its value ``first``."""
+    """Return a reader of one tensor in one role, counted from its value ``first``."""
     return lambda start, out: read(name, role, first + start, out)
 
 
 def fill(out: Tensor, read: Read, *, shared_by: ProcessGroup | None = None) -> None:
     """Set the flat tensor ``out`` from ``read``.
 
-    The ranks of ``shared_by`` fill equal tensors: each reads its part of them, once, and gets the others' parts from
-    them. Collective among these.
+    The ranks of ``shared_by`` fill equal tensors: each reads its part of them, once, and gets the other parts from the
+    others. Collective among these.
     """
     if shared_by is not None and shared_by.size() > 1:
         _fill_together(out, read, shared_by)
@@ -141,11 +142,11 @@ def fill(out: Tensor, read: Read, *, shared_by: ProcessGroup | None = None) -> N
 
 
 def _fill_together(out: Tensor, read: Read, group: ProcessGroup) -> None:
-    """``fill`` where each rank of a group reads one part, the last ones shorter or empty ones."""
+    """Do ``fill`` with one part read by each rank of a group, the last ones shorter or empty."""
     ranks, rank = group.size(), group.rank()
     part_numel = -(-out.numel() // ranks)
     block_numel = min(part_numel, -(-BLOCK_VALUES // ranks))
-    # A gather wants as many values from every rank: those behind the end count for nothing.
+    # A gather needs equally many values from every rank: those beyond the end are ignored.
     own = torch.zeros(block_numel, device=out.device)
     gathered = torch.empty(ranks, block_numel, device=out.device)
     parts = [out[number * part_numel : (number + 1) * part_numel] for number in range(ranks)]
@@ -160,10 +161,10 @@ def _fill_together(out: Tensor, read: Read, group: ProcessGroup) -> None:
 
 
 class InitialWeights:
-    """The initial weights of a whole model, read as a checkpoint is: it draws the range that it is asked for."""
+    """Initial weights of a full model, read as a checkpoint is: each range is drawn when it is requested."""
 
     def __init__(self, config: ModelConfig, shapes: Mapping[str, torch.Size], *, seed: int, dtype: torch.dtype) -> None:
-        """``shapes`` are those of the whole model's parameters. A master starts as a weight of ``dtype`` is."""
+        """Take the shapes of the full model's parameters. A master starts as a weight of ``dtype`` does."""
         self._config, self._shapes, self._seed, self._dtype = config, shapes, seed, dtype
         self._name, self._tensor = "", InitialTensor("", 0, config, seed)
 

@@ -1,7 +1,7 @@
-"""State in a ``SwapFile``: what DeepSpeed's swapper of optimiser state reads and writes through; our own of weights.
+"""State in a ``SwapFile``: the I/O handle of DeepSpeed's swapper of optimiser state, and our own swapper of weights.
 
-DeepSpeed's own handle (``async_io``) counts transfers that have ended and looks at none of their results: where a disk
-is full or fails it goes on with whatever the memory held before. Nor does it start without libaio and a compiler.
+DeepSpeed's own handle (``async_io``) counts transfers that have ended and checks none of their results: if a disk is
+full or fails, it continues with the old contents of memory. Nor does it start without libaio and a compiler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class SwapSpace:
-    """Where a rank's state is swapped to."""
+    """Space that a rank's state is swapped to."""
 
     file: SwapFile
     path: str
@@ -41,18 +41,18 @@ class SwapSpace:
     """Whether memory that transfers go through is page-locked; False on CPUs, where no device copies from it."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory that the file needs no copy for."""
+        """Return memory that the file needs no copy for."""
         if self.pin_memory:
             return torch.empty(numel, dtype=dtype, pin_memory=True)
-        # Whole pages, which a tensor of PyTorch's own does not begin at.
+        # Full pages: a tensor of PyTorch's own does not begin at one.
         return torch.frombuffer(mmap.mmap(-1, max(1, numel) * dtype.itemsize), dtype=dtype, count=numel)
 
 
 @contextmanager
 def swap_space(zero: ZeroOptions) -> Iterator[SwapSpace | None]:
-    """DeepSpeed's engine that starts within the block swaps to a file of its own; None where it swaps nothing.
+    """Make DeepSpeed's engine that starts within the block swap to a file of its own; yield None if it swaps nothing.
 
-    OSError where ``nvme_path`` cannot be written.
+    Raise OSError if ``nvme_path`` cannot be written.
     """
     if not zero.swaps:
         yield None
@@ -60,7 +60,7 @@ def swap_space(zero: ZeroOptions) -> Iterator[SwapSpace | None]:
     accelerator: Any = get_accelerator()
     Path(zero.nvme_path).mkdir(parents=True, exist_ok=True)
     pin_memory = zero.pin_memory and accelerator.device_name() != "cpu"
-    # DeepSpeed makes folders and removes what it finds there: here they are another one's for no run.
+    # DeepSpeed creates folders and removes their contents: here no run uses those of another.
     with tempfile.TemporaryDirectory(prefix=".swap.", dir=zero.nvme_path) as path:
         space = SwapSpace(file=SwapFile(Path(zero.nvme_path)), path=path, pin_memory=pin_memory)
         builder = partitioned_optimizer_swapper.AsyncIOBuilder
@@ -73,7 +73,7 @@ def swap_space(zero: ZeroOptions) -> Iterator[SwapSpace | None]:
 
 
 class _Handle:
-    """DeepSpeed's ``aio_handle``, as far as its swapper calls it. A path is no more than a name."""
+    """Replacement of DeepSpeed's ``aio_handle``, as far as its swapper calls it. A path is only a name."""
 
     def __init__(self, space: SwapSpace) -> None:
         self._space = space
@@ -82,19 +82,19 @@ class _Handle:
         """First address -> bytes."""
 
     def async_pwrite(self, values: Tensor, path: str, file_offset: int) -> int:
-        """Begin to write; 0 says that it has begun."""
+        """Begin to write; return 0 once it has begun."""
         assert file_offset == 0, "a name holds one tensor"
         self._pending.append(self._space.file.write(path, values))
         return 0
 
     def async_pread(self, out: Tensor, path: str, file_offset: int) -> int:
-        """Begin to read; 0 says that it has begun."""
+        """Begin to read; return 0 once it has begun."""
         assert file_offset == 0, "a name holds one tensor"
         self._pending.append(self._space.file.read(path, out))
         return 0
 
     def wait(self) -> int:
-        """Finish what was begun; returns how many tensors that were. OSError for the first that failed."""
+        """Finish all transfers, and return the number of tensors. Raise OSError for the first that failed."""
         pending, self._pending = self._pending, []
         for futures in pending:
             for future in futures:
@@ -102,17 +102,17 @@ class _Handle:
         return len(pending)
 
     def new_cpu_locked_tensor(self, num_elem: int, example: Tensor) -> Tensor:
-        """A buffer of ``num_elem`` values of the example's dtype."""
+        """Return a buffer of ``num_elem`` values of the example's dtype."""
         buffer = self._space.empty(num_elem, example.dtype)
         self._buffers[buffer.data_ptr()] = buffer.nbytes
         return buffer
 
     def free_cpu_locked_tensor(self, buffer: Tensor) -> bool:
-        """Forget a buffer; False where it is none."""
+        """Forget a buffer; return False if it is not one."""
         return self._buffers.pop(buffer.data_ptr(), None) is not None
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in one of the buffers: the swapper copies any other into one."""
+        """Return whether the tensor is in one of the buffers: the swapper copies any other into one."""
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         return any(start <= first and last <= start + size for start, size in self._buffers.items())
 
@@ -120,27 +120,27 @@ class _Handle:
 class WeightSwapper:
     """This rank's parts of stage 3's weights in a ``SwapFile``, read before they are gathered.
 
-    It takes the place of DeepSpeed's ``AsyncPartitionedParameterSwapper``, under its names, which ends in an assertion
-    as soon as more weights are gathered than it has buffers, or as a weight is prefetched that is used twice.
-    Parameters (``Any``) bear the marks that DeepSpeed gives them.
+    It replaces DeepSpeed's ``AsyncPartitionedParameterSwapper``, under its names: that one fails an assertion as soon
+    as more weights are gathered than it has buffers, or if a weight that is used twice is prefetched. Parameters
+    (``Any``) have the marks that DeepSpeed gives them.
     """
 
     def __init__(self, space: SwapSpace, dtype: torch.dtype, *, persistence_threshold: int) -> None:
-        """Parts of at most ``persistence_threshold`` values may belong to a parameter that stays whole: they stay."""
+        """Keep parts of at most ``persistence_threshold`` values: they may belong to a parameter that stays full."""
         self._space, self._dtype, self._threshold = space, dtype, persistence_threshold
         self._reading: dict[Any, tuple[Tensor, list[Future[None]]]] = {}
         """Parameters whose parts are on their way from the disk."""
         self._held: dict[Any, None] = {}
         """Parameters whose parts are in memory, in order."""
 
-    # ---------------------------------------------------------------------------------------- what DeepSpeed calls
+    # ----------------------------------------------------------------------------------------- called by DeepSpeed
 
     def swappable_tensor(self, *, numel: int) -> bool:
-        """Whether a part of so many values goes to the disk."""
+        """Return whether a part of so many values goes to the disk."""
         return numel > self._threshold and numel * self._dtype.itemsize >= LEAST_BYTES
 
     def get_buffer(self, param: Any, numel: int) -> Tensor:
-        """Memory for a part that is about to be written."""
+        """Return memory for a part that is about to be written."""
         return self._space.empty(numel, self._dtype)
 
     def swap_out_and_release(self, params: Sequence[Any]) -> None:
@@ -164,7 +164,7 @@ class WeightSwapper:
             self.synchronize_reads()
 
     def synchronize_reads(self) -> None:
-        """Finish what ``swap_in`` has begun. OSError where the disk fails."""
+        """Finish the reads that ``swap_in`` has begun. Raise OSError if the disk fails."""
         for p, (buffer, futures) in self._reading.items():
             for future in futures:
                 future.result()
@@ -181,11 +181,11 @@ class WeightSwapper:
             p.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
     def available_swap_in_buffers(self) -> int:
-        """How many parts a prefetch may read: what bounds it is ``prefetch_bucket_size``."""
+        """Return how many parts a prefetch may read: no limit, since ``prefetch_bucket_size`` bounds it."""
         return sys.maxsize
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
-        """Nothing: values go to the disk from where they are."""
+        """Do nothing: values go to the disk from their own memory."""
 
     # ---------------------------------------------------------------------------------------------------- our own
 
@@ -195,7 +195,7 @@ class WeightSwapper:
         self.remove_partition_and_release_buffers(list(self._held))
 
     def part(self, param: Any) -> Tensor:
-        """The values of a part, from memory or the disk; the parameter stays as it is."""
+        """Return the values of a part, from memory or the disk; the parameter stays as it is."""
         self.synchronize_reads()
         if param.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
             return param.ds_tensor
@@ -205,7 +205,7 @@ class WeightSwapper:
         return out
 
     def _write(self, parts: Iterable[tuple[Any, Tensor]]) -> None:
-        """Write parts, one after the other. OSError where the disk is full or fails."""
+        """Write parts, one after the other. Raise OSError if the disk is full or fails."""
         for p, values in parts:
             for future in self._space.file.write(_name(p), values):
                 future.result()

@@ -1,4 +1,4 @@
-"""The tensors of a model under ZeRO: their shapes, who answers for them, and which are experts spread over ranks."""
+"""Tensors of a model under ZeRO: their shapes, the ranks that answer for them, and experts spread over ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from parallel.comm.world import num_ranks, own_rank
 
 
 class ExpertsAcrossRanks(AutoEPMoELayer):
-    """What DeepSpeed looks for to treat marked weights as experts: a module of that class. It computes nothing.
+    """Module that makes DeepSpeed treat marked weights as experts: it looks for this class. It computes nothing.
 
-    DeepSpeed asks it for the process groups: each ``degree`` neighbouring ranks hold all experts, and the ranks that
+    DeepSpeed asks it for the process groups: every ``degree`` neighbouring ranks hold all experts, and the ranks that
     hold the same ones (ranks of the same number among their neighbours) average and partition them.
     """
 
@@ -32,12 +32,12 @@ class ExpertsAcrossRanks(AutoEPMoELayer):
 
     @property
     def replicas(self) -> ProcessGroup:
-        """The ranks that hold the same experts as this one; they are there once DeepSpeed has started."""
+        """Group of the ranks that hold the same experts as this one; it exists once DeepSpeed has started."""
         return groups._get_expert_data_parallel_group(self.ep_group_name)
 
     def mark(self, weight: nn.Parameter) -> None:
-        """Have DeepSpeed treat this weight as one of the experts."""
-        # The names that DeepSpeed's ZeRO stages and gradient reduction read off a parameter.
+        """Make DeepSpeed treat this weight as one of the experts."""
+        # The attributes that DeepSpeed's ZeRO stages and gradient reduction read from a parameter.
         marks = {
             "allreduce": False,
             "group_name": self.ep_group_name,
@@ -49,7 +49,7 @@ class ExpertsAcrossRanks(AutoEPMoELayer):
 
 
 def mark_experts(model: Task) -> ExpertsAcrossRanks | None:
-    """Mark the experts' weights where they are spread over ranks; None where every rank holds them all."""
+    """Mark the experts' weights if they are spread over ranks; return None if every rank holds them all."""
     num_experts = model.network.config.num_experts
     own = range(num_experts)[model.network.dispatcher.local_experts]
     if len(own) == num_experts:
@@ -66,7 +66,7 @@ def mark_experts(model: Task) -> ExpertsAcrossRanks | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTensors:
-    """Names and shapes, taken before DeepSpeed partitions anything."""
+    """Names and shapes of tensors, taken before DeepSpeed partitions them."""
 
     parameters: dict[str, torch.Size]
     """Shape of every parameter of the whole model."""
@@ -78,7 +78,7 @@ class ModelTensors:
 
     @classmethod
     def of(cls, decoder: Decoder, experts: ExpertsAcrossRanks | None) -> ModelTensors:
-        """The tensors of a decoder that no optimiser has touched yet."""
+        """Return the tensors of a decoder that no optimiser has touched yet."""
         local = {name: p.shape for name, p in decoder.named_parameters()}
         return cls(
             parameters={name: torch.Size(decoder.logical_shape(name, shape)) for name, shape in local.items()},
@@ -89,17 +89,17 @@ class ModelTensors:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shape of every parameter and buffer of the whole model, by name."""
+        """Shape of every parameter and buffer of the full model, by name."""
         return {**self.parameters, **self.buffers}
 
     def first_value(self, name: str) -> int:
-        """Where this rank's part of a flattened tensor of the whole model starts."""
+        """Return the index at which this rank's part starts in a flattened tensor of the full model."""
         if self.experts is None or not is_expert_weight(name):
             return 0
         return self.experts.ep_rank * self.local[name].numel()
 
     def replicas(self, name: str) -> ProcessGroup | None:
-        """The ranks that hold the same values of a parameter as this one before ZeRO; None where it is the only one."""
+        """Return the ranks that hold the same values of a parameter before ZeRO; None if this rank is the only one."""
         group = world_group()
         if self.experts is not None and is_expert_weight(name):
             group = self.experts.replicas
@@ -108,7 +108,7 @@ class ModelTensors:
         return group
 
     def answers_for(self, index: int, name: str) -> bool:
-        """Whether this rank is the one, of those that hold the same values, that gives the ``index``-th tensor."""
+        """Return whether this rank, of those that hold the same values, provides the ``index``-th tensor."""
         # Neighbouring ranks hold different experts, so only every degree-th rank has the same values.
         degree = 1
         if self.experts is not None and is_expert_weight(name):

@@ -1,7 +1,8 @@
-"""Which documents of a corpus stay, and which of them are held out: decided once, for all parts, before any is encoded.
+"""Decision which documents of a corpus stay and which are held out, made once for all parts before encoding.
 
-Of a group the longest document stays, and among equally long ones the first. Then the next in this order that is not
-similar to one that stays, and so on: whatever is removed is similar to one that stays, also where a group is a chain.
+Of each group the longest document stays, and among equally long ones the first. Then the next one in this order that is
+not similar to any that stays, and so on: every removed document is similar to one that stays, even if the group is a
+chain.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from data_pipeline.prepare.duplicates.signatures import similarity
 from data_pipeline.prepare.duplicates.signed import SignedCorpus
 from data_pipeline.shuffle import fall_below, falls_below
 
-# Part of the format: another number would move documents between the splits.
+# Part of the format: another value would move documents between the splits.
 SPLIT_SALT = 0x76616C6964
 
 
 def is_held_out(text_hash: int, fraction: float) -> bool:
-    """Whether a document with this hash of its text goes to the validation split."""
+    """Return whether a document with this text hash goes to the validation split."""
     return falls_below(text_hash, fraction, SPLIT_SALT)
 
 
 def are_held_out(text_hashes: np.ndarray, fraction: float) -> np.ndarray:
-    """``is_held_out`` of every hash, bool [n]."""
+    """Return ``is_held_out`` of every hash, bool [n]."""
     return fall_below(text_hashes, fraction, SPLIT_SALT)
 
 
@@ -36,7 +37,7 @@ _AT_ONCE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Removal:
-    """Documents that are removed, and what they equal or resemble: arrays [n], in the order of the source."""
+    """Removed documents, each with the kept document that it equals or resembles: arrays [n], in source order."""
 
     documents: np.ndarray
     kept: np.ndarray
@@ -49,7 +50,7 @@ class Removal:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What becomes of a corpus."""
+    """Outcome of comparing all documents of a corpus."""
 
     removal: Removal
     placed: np.ndarray
@@ -63,16 +64,16 @@ class Decision:
 
 
 def decide(corpus: SignedCorpus, rule: DuplicateRule, validation_fraction: float) -> Decision:
-    """Compare all documents, and say which are removed and where the others of their groups fall."""
+    """Compare all documents; return the removed ones, and the splits of the others of their groups."""
     firsts = find_copies(corpus)
     groups = firsts
     if rule.finds_near:
         groups = find_groups(corpus, firsts, rule)
     members, groups = _in_groups(groups)
     firsts = firsts[members]
-    # From here on of members alone: most documents of a corpus have no duplicate.
+    # From here on only group members: most documents of a corpus have no duplicate.
     text_bytes = corpus.facts(members)["text_bytes"].astype(np.int64)
-    # Groups one after the other; within one in the order in which documents have a right to stay.
+    # Sort by group, and within a group by priority to stay.
     order = np.lexsort((members, -text_bytes, groups))
     members, groups, firsts = members[order], groups[order], firsts[order]
     is_first = np.diff(groups, prepend=-1) != 0
@@ -80,7 +81,7 @@ def decide(corpus: SignedCorpus, rule: DuplicateRule, validation_fraction: float
     removal = _nothing()
     if rule.removes:
         removal = _remove(corpus, members, groups, firsts, rule)
-        # What is removed needs no side.
+        # Removed documents need no split.
         stays = ~np.isin(placed, removal.documents)
         placed, held_out = placed[stays], held_out[stays]
     sizes = np.diff(np.append(np.flatnonzero(is_first), len(members)))
@@ -94,10 +95,10 @@ def decide(corpus: SignedCorpus, rule: DuplicateRule, validation_fraction: float
 
 
 def _in_groups(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The documents whose group has others, and their groups."""
+    """Return the documents whose group has other members, and their groups."""
     is_own = groups == np.arange(len(groups))
     has_others = np.zeros(len(groups), dtype=bool)
-    # A group is named by its smallest member, so every other member names it.
+    # A group is named after its smallest member, so every other member points to it.
     has_others[groups[~is_own]] = True
     members = np.flatnonzero(has_others | ~is_own)
     return members, groups[members]
@@ -111,11 +112,11 @@ def _place(
     firsts: np.ndarray,
     validation_fraction: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Members of groups of several texts and their side of the split, in the order of the source."""
-    # Where the hash of the document with the first right to stay falls: chance, as for any single document.
+    """Return the members of groups of several distinct texts and their split (held out or not), in source order."""
+    # The hash of the document with the highest priority decides: random, as for any single document.
     sides = are_held_out(corpus.facts(members[is_first])["hash"], validation_fraction)
     number = np.cumsum(is_first) - 1
-    # Equal texts fall on one side by themselves.
+    # Equal texts are in the same split anyway.
     starts = firsts[is_first][number]
     several = np.zeros(len(sides), dtype=bool)
     several[number[firsts != starts]] = True
@@ -127,14 +128,15 @@ def _place(
 def _remove(
     corpus: SignedCorpus, members: np.ndarray, groups: np.ndarray, firsts: np.ndarray, rule: DuplicateRule
 ) -> Removal:
-    """What is removed of groups: members in the order of their right to stay, group after group."""
+    """Return the removed documents of all groups; members are sorted by group, then by priority to stay."""
     count = len(members)
     kept = members.copy()
     alike = np.ones(count)
     is_copy = members != firsts
     if rule.finds_near:
         _resemble(corpus, members, groups, np.flatnonzero(~is_copy), rule, kept, alike)
-    # Equal texts go the way of the first: where that one stays, they equal it, else they resemble what it does.
+    # Copies follow the first of equal texts: they equal it if it stays, or else resemble the same
+    # document.
     order = np.argsort(members)
     original = order[np.searchsorted(members, firsts, sorter=order)]
     kept[is_copy], alike[is_copy] = kept[original[is_copy]], alike[original[is_copy]]
@@ -153,12 +155,13 @@ def _resemble(
     kept: np.ndarray,
     alike: np.ndarray,
 ) -> None:
-    """Write for each member of ``rest`` (places, in order) which document stays in its stead, and how alike they are.
+    """Write for each member of ``rest`` (sorted positions) the document that stays instead, and their similarity.
 
-    In rounds: in every group the first of those that are left stays, and all that resemble it are removed.
+    Works in rounds: in every group the first remaining document stays, and all that resemble it are removed.
     """
     while len(rest):
-        # Of each group in one round: there are as many rounds as a group keeps documents, and not as many as groups.
+        # All groups in one round: as many rounds as the most documents that a group keeps, not as many as
+        # groups.
         is_leader = np.diff(groups[rest], prepend=-1) != 0
         leaders = rest[is_leader][np.cumsum(is_leader) - 1][~is_leader]
         rest = rest[~is_leader]

@@ -1,7 +1,8 @@
-"""Which documents of a corpus belong together: equal texts, and near duplicates joined to groups by their pairs.
+"""Groups of documents in a corpus: equal texts, and near duplicates joined to groups by their pairs.
 
-Memory is 17 bytes a document, the slice of keys that is sorted (``SLICE_DOCUMENTS``), and the signatures of the pairs
-that are compared at once. Everything else stays in the parts' files, of which the system keeps what it has room for.
+Memory is 17 bytes a document, plus the slice of keys that is sorted (``SLICE_DOCUMENTS``), plus the signatures of the
+pairs that are compared at once. Everything else stays in the parts' files, in the system's page cache as far as it
+fits.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Without it a million documents that share a licence text, and are not similar be
 
 
 def find_copies(corpus: SignedCorpus) -> np.ndarray:
-    """For each document the first one with the same text, itself where there is none: int64 [documents].
+    """Return for each document the first one with the same text, itself if there is no other: int64 [documents].
 
-    The same text is the same xxh3_128 and the same number of bytes. (64 bits would not do: among ten billion documents
-    two different texts would be expected to meet.)
+    Equal xxh3_128 and equal number of bytes count as the same text. (64 bits would not suffice: among ten billion
+    documents two different texts would be expected to collide.)
     """
     firsts = np.arange(len(corpus))
     for documents, _ in corpus.runs(lambda part: part.facts["low"], np.zeros(len(corpus), dtype=bool)):
@@ -42,13 +43,13 @@ def find_copies(corpus: SignedCorpus) -> np.ndarray:
 
 
 def find_groups(corpus: SignedCorpus, firsts: np.ndarray, rule: DuplicateRule) -> np.ndarray:
-    """For each document the smallest number of its group, int64 [documents]: near duplicates, and theirs, and so on.
+    """Return for each document the smallest number in its group of near duplicates, int64 [documents].
 
-    Two documents are joined where they share a band and their signatures agree in at least ``rule.similarity`` of their
-    values, or where they are equal.
+    Groups are transitive. Two documents are joined if they share a band and their signatures agree in at least
+    ``rule.similarity`` of their values, or if they are equal.
     """
     union = _Union(firsts.copy())
-    # Copies are joined already: comparing them too would only repeat what the first of them says.
+    # Copies are already joined: comparing them would only repeat the result of the first one.
     is_copy = firsts != np.arange(len(firsts))
     bands, _ = rule.bands()
     for band in range(bands):
@@ -60,10 +61,10 @@ def find_groups(corpus: SignedCorpus, firsts: np.ndarray, rule: DuplicateRule) -
 
 
 def _pairs(documents: np.ndarray, runs: np.ndarray, union: _Union) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield pairs of documents of the same run that are of different groups at that moment, some at a time.
+    """Yield pairs of documents of the same run that are in different groups at that moment, in batches.
 
-    First each run's first document with all others of its run, then its second with those after it, and so on. Most
-    runs are of one group after the first round, and cost no more.
+    Pair each run's first document with all others of its run, then its second with those after it, and so on. Most runs
+    are a single group after the first round and cost no more.
     """
     leaders = np.flatnonzero(np.diff(runs, prepend=-1))
     stops = np.append(leaders[1:], len(runs))
@@ -73,7 +74,7 @@ def _pairs(documents: np.ndarray, runs: np.ndarray, union: _Union) -> Iterator[t
         if not len(leaders):
             return
         others = stops - leaders - 1
-        # The places of every other member behind its leader.
+        # Positions of all members after their leader.
         at = np.repeat(leaders + 1 - np.cumsum(others) + others, others) + np.arange(others.sum())
         of = np.repeat(leaders, others)
         for start in range(0, len(at), _PAIRS_AT_ONCE):
@@ -81,7 +82,7 @@ def _pairs(documents: np.ndarray, runs: np.ndarray, union: _Union) -> Iterator[t
             apart = union.roots(first) != union.roots(second)
             if apart.any():
                 yield first[apart], second[apart]
-        # A run that has become one group is done.
+        # A run that is a single group is done.
         roots = union.roots(documents[at])
         joined = roots == np.repeat(union.roots(documents[leaders]), others)
         whole = np.logical_and.reduceat(joined, np.cumsum(others) - others)
@@ -89,14 +90,14 @@ def _pairs(documents: np.ndarray, runs: np.ndarray, union: _Union) -> Iterator[t
 
 
 class _Union:
-    """Sets of numbers that are joined; each is known by its smallest member."""
+    """Disjoint sets of numbers; each set is identified by its smallest member."""
 
     def __init__(self, parents: np.ndarray) -> None:
         self._parents = parents
 
     def roots(self, numbers: np.ndarray) -> np.ndarray:
-        """The smallest member of each one's set."""
-        # All at once, a step a round; what is found is written back, so that paths stay short.
+        """Return the smallest member of each number's set."""
+        # All numbers at once, one step per round; the results are written back to keep paths short.
         found = self._parents[numbers]
         while True:
             above = self._parents[found]
@@ -112,6 +113,6 @@ class _Union:
             first, second = self.roots(first), self.roots(second)
             apart = first != second
             low, high = np.minimum(first, second)[apart], np.maximum(first, second)[apart]
-            # A root may be told to join several others: the smallest wins, and the rest try again.
+            # A root may be joined to several others at once: the smallest wins, and the rest try again.
             np.minimum.at(self._parents, high, low)
             first, second = low, high

@@ -1,7 +1,7 @@
-"""The decision about a corpus on disk: for each part what becomes of its documents, and the list of what is removed.
+"""The decision about a corpus on disk: actions for the documents of each part, and the list of removed documents.
 
-``NNNNN.bin`` has a row for each document of a part whose group has others; ``duplicates.jsonl`` goes into the shard
-folder; ``decided.json`` is written last and vouches for them.
+``NNNNN.bin`` has a row for each document of a part whose group has other members; ``duplicates.jsonl`` goes into the
+shard folder; ``decided.json`` is written last and validates them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOOKED_AT = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class DuplicateCounts:
-    """Duplicates of a corpus in numbers."""
+    """Statistics of the duplicates of a corpus."""
 
     exact_documents: int
     """Documents that were removed because an equal text stays."""
@@ -68,7 +68,7 @@ class DuplicateExample:
 
 @dataclass(frozen=True, kw_only=True)
 class DuplicateReport:
-    """What a build found."""
+    """Duplicates that a build found."""
 
     counts: DuplicateCounts
     about_tokens: int
@@ -80,7 +80,7 @@ class DuplicateReport:
 
 
 def read_report(folder: Location, manifest: Manifest) -> DuplicateReport | None:
-    """What a shard folder says of duplicates; None for one whose build did not look for them."""
+    """Return the duplicates recorded in a shard folder; None if its build did not look for any."""
     found = dict(manifest.duplicates)
     if not found:
         return None
@@ -93,7 +93,7 @@ def read_report(folder: Location, manifest: Manifest) -> DuplicateReport | None:
 
 
 def _read_examples(path: Location | None) -> list[DuplicateExample]:
-    """The first few lines of each kind."""
+    """Return the first few lines of each kind."""
     if path is None:
         return []
     found: dict[str, list[DuplicateExample]] = {"exact": [], "near": []}
@@ -114,7 +114,7 @@ _ROW = np.dtype([("document", "<i8"), ("hash", "<u8"), ("action", "u1")])
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A decision that is written."""
+    """A decision that has been written to disk."""
 
     counts: DuplicateCounts
     documents: list[int]
@@ -124,7 +124,7 @@ class Outcome:
 
     @classmethod
     def load(cls, folder: Path) -> Outcome | None:
-        """Return the decision in a folder whose files are all whole; None if there is none, or none that is whole."""
+        """Return the decision in a folder if all its files are intact; otherwise None."""
         body = load_record(folder / _RECORD_FILE, FORMAT)
         if body is None or not are_whole(folder, body["files"]):
             return None
@@ -141,13 +141,13 @@ def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outc
     actions[len(removal.documents) :] = np.where(decision.is_held_out, _VALIDATION, _TRAINING)
     order = np.argsort(documents)
     documents, actions = documents[order], actions[order]
-    # Where each part's rows begin: documents are numbered through all parts.
+    # First row of each part: documents are numbered through all parts.
     borders = np.searchsorted(documents, corpus.starts)
     for number in range(len(corpus.parts)):
         here = slice(borders[number], borders[number + 1])
         rows = np.empty(borders[number + 1] - borders[number], dtype=_ROW)
         rows["document"] = documents[here] - corpus.starts[number]
-        # With each its text's hash, so that the second pass notices when it reads something else.
+        # Each row has the text's hash, so that the second pass notices a changed source.
         rows["hash"] = corpus.parts[number].facts["hash"][rows["document"]]
         rows["action"] = actions[here]
         rows.tofile(folder / part_file(number))
@@ -163,13 +163,13 @@ def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outc
 
 
 def part_file(number: int) -> str:
-    """The name of a part's file."""
+    """Return the name of a part's file."""
     return f"{number:05d}.bin"
 
 
 @dataclass(frozen=True)
 class PartDecision:
-    """What becomes of the documents of one part."""
+    """Decision about the documents of one part."""
 
     path: Path
     """The part's file."""
@@ -177,9 +177,9 @@ class PartDecision:
     """How many the part had when its texts were compared."""
 
     def applied(self, documents: Iterable[Document]) -> Iterator[tuple[Document, bool | None]]:
-        """Yield the documents that stay, and whether they are held out; None where their own hash says so.
+        """Yield each kept document and whether it is held out; None if its own hash decides.
 
-        DataError where the part is no longer what was compared.
+        Raises DataError if the part has changed since it was compared.
         """
         rows = np.fromfile(self.path, dtype=_ROW)
         places, hashes, actions = rows["document"].tolist(), rows["hash"].tolist(), rows["action"].tolist()
@@ -207,7 +207,7 @@ def _changed(what: str) -> str:
 
 
 def _write_list(folder: Path, corpus: SignedCorpus, decision: Decision) -> None:
-    """Write a line for each removed document; none where nothing is removed."""
+    """Write a line for each removed document; no file if none is removed."""
     removal = decision.removal
     if not len(removal.documents):
         return

@@ -1,4 +1,4 @@
-"""What counts as a duplicate, and what becomes of it: the options of ``data build``, checked."""
+"""Definition of duplicates and their treatment: the options of ``data build``, validated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FOUND_AT_THRESHOLD = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class DuplicateRule:
-    """How duplicates are found, and what is done with them."""
+    """Options for finding duplicates and treating them."""
 
     kind: str = "keep"
     """``keep`` looks for none; ``exact`` removes equal texts, ``near`` also similar ones; ``together`` removes nothing,
@@ -32,7 +32,7 @@ class DuplicateRule:
     """Values of a signature: the estimate's standard deviation is at most half of one by their square root."""
 
     def __post_init__(self) -> None:
-        """Raise ``DataError`` for a value that is out of range, or that nothing would read."""
+        """Raise ``DataError`` if a value is out of range or would have no effect."""
         for name, value, known in (("duplicates", self.kind, KINDS), ("shingles", self.shingles, UNITS)):
             if value not in known:
                 raise DataError(f"{name}={value} is not known. Try {', '.join(known)}.")
@@ -48,7 +48,7 @@ class DuplicateRule:
             )
         if not 1 <= self.size <= 1000:
             raise DataError(f"shingle_size={self.size} must be from 1 to 1000. Try {_DEFAULT_SIZES[self.shingles]}.")
-        # An option without effect is most often a mistake about the other one.
+        # An option without effect usually means that the other one is wrong.
         described = (self.similarity, self.shingles, self.shingle_size, self.permutations)
         if not self.finds_near and described != (DEFAULT_SIMILARITY, "words", None, DEFAULT_PERMUTATIONS):
             raise DataError(
@@ -58,17 +58,17 @@ class DuplicateRule:
 
     @property
     def finds(self) -> bool:
-        """Whether texts are compared at all."""
+        """True if texts are compared at all."""
         return self.kind != "keep"
 
     @property
     def finds_near(self) -> bool:
-        """Whether texts that are similar are looked for."""
+        """True if similar texts are looked for."""
         return self.kind in ("near", "together")
 
     @property
     def removes(self) -> bool:
-        """Whether anything is left out."""
+        """True if documents are removed."""
         return self.kind in ("exact", "near")
 
     @property
@@ -79,9 +79,10 @@ class DuplicateRule:
         return self.shingle_size
 
     def bands(self) -> tuple[int, int]:
-        """How many bands a signature is cut into, and values of each: texts are compared that share a band.
+        """Return the number of bands of a signature and the values of each; texts that share a band are compared.
 
-        The longest bands, for the fewest comparisons in vain, with which 99 % of the pairs at the threshold share one.
+        Choose the longest bands, for the fewest useless comparisons, with which 99 % of the pairs at the threshold
+        share one.
         """
         for rows in range(self.permutations, 1, -1):
             count = self.permutations // rows
@@ -90,7 +91,7 @@ class DuplicateRule:
         return self.permutations, 1
 
     def options(self) -> dict[str, Any]:
-        """What decides the result, JSON-able; empty where nothing is looked for, as in folders of older releases."""
+        """Return the options that affect the result, JSON-able; empty without a search, as in older releases."""
         if not self.finds:
             return {}
         found: dict[str, Any] = {"kind": self.kind}
@@ -102,5 +103,5 @@ class DuplicateRule:
 
 
 def shares_a_band(similarity: float, bands: int, rows: int) -> float:
-    """The chance that two texts of this similarity share one of ``bands`` bands of ``rows`` values: the S-curve."""
+    """Return the chance that two texts of this similarity share one of ``bands`` bands of ``rows`` values (S-curve)."""
     return 1 - (1 - similarity**rows) ** bands

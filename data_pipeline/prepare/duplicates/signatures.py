@@ -1,9 +1,9 @@
-"""MinHash signatures: of any two texts, the share of equal values estimates the Jaccard similarity of their shingles.
+"""MinHash signatures: the share of equal values of two signatures estimates the Jaccard similarity of their shingles.
 
-One hash of each shingle, and not one for each value: the hashes' range is cut into as many parts as a signature has
-values, and each value is the smallest hash in its part (one permutation hashing; Li, Owen and Zhang 2012). A part that
-is empty takes another one's, in an order that is the same for all texts (optimal densification; Shrivastava 2017). Of
-each value 16 bits are kept (b-bit minwise hashing; Li and König 2010).
+Each shingle is hashed once, not once for each value: the hash range is divided into as many parts as a signature has
+values, and each value is the smallest hash in its part (one permutation hashing; Li, Owen and Zhang 2012). An empty
+part takes the value of another part, in an order that is the same for all texts (optimal densification; Shrivastava
+2017). 16 bits of each value are kept (b-bit minwise hashing; Li and König 2010).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_DONORS = 1024
 
 @dataclass(kw_only=True)
 class _Open:
-    """A text of which something was hashed."""
+    """A text that is partly hashed."""
 
     name_hash: int
     """What a text without any unit is told apart by."""
@@ -39,7 +39,7 @@ class _Open:
 
 
 class Signer:
-    """Makes signatures of texts that come one after the other, long ones in pieces. Memory is that of one group."""
+    """Computes signatures of a sequence of texts, long ones in pieces. Memory is that of one group."""
 
     def __init__(self, rule: DuplicateRule) -> None:
         self._count, self._size, self._unit = rule.permutations, rule.size, rule.shingles
@@ -48,36 +48,36 @@ class Signer:
         """Pieces of texts in lower case, with the text's number among the open ones."""
         self._characters = 0
         numbers = np.arange(self._size, dtype=np.uint64)
-        # Odd, and another one for each place: a shingle is not its words in any order.
+        # Odd, and different for each position: a shingle depends on the order of its words.
         self._factors = mix64_array(numbers) | np.uint64(1)
         self._donors = _donors(self._count)
-        # Of each place another function: texts of one shingle have one hash at all places, and 16 bits of one function
-        # would make every 65,536th pair of them equal.
+        # A different function for each position: texts of one shingle have the same hash at all positions, and 16 bits
+        # of a single function would make every 65,536th pair of them equal.
         self._salts = mix64_array(np.arange(self._count, dtype=np.uint64))
 
     def add(self, text: str, text_hash: int) -> Iterator[np.ndarray]:
-        """Take a text; yield signatures, uint16 [n, permutations], of texts that are done, in order."""
+        """Take a text; yield signatures, uint16 [n, permutations], of finished texts, in order."""
         self._open.append(_Open(name_hash=text_hash, values=np.full(self._count, _EMPTY)))
         for piece in _pieces(text):
             self._group.append((len(self._open) - 1, piece.lower()))
-            # Short texts count for more, because each takes its kilobyte of values.
+            # Short texts count for more, because each needs its kilobyte of values.
             self._characters += max(len(piece), _LEAST_CHARACTERS)
             if self._characters >= GROUP_CHARACTERS:
                 self._hash_group()
-                # The text itself may go on.
+                # The current text may continue.
                 yield self._take(len(self._open) - 1)
 
     def finish(self) -> Iterator[np.ndarray]:
-        """Yield the signatures that are left."""
+        """Yield the remaining signatures."""
         self._hash_group()
         yield self._take(len(self._open))
 
     def _hash_group(self) -> None:
-        """Hash the pieces at hand all at once, and bring the open texts' values up to date."""
+        """Hash all pending pieces at once and update the values of the open texts."""
         group, self._group, self._characters = self._group, [], 0
         if not group:
             return
-        # A newline between them, so that no word spans two texts.
+        # Joined with newlines, so that no word spans two texts.
         points = _code_points("\n".join(piece for _, piece in group))
         ends = np.cumsum([len(piece) + 1 for _, piece in group])
         hashes, starts = unit_hashes(points, self._unit)
@@ -93,18 +93,18 @@ class Signer:
         combined = np.zeros(shingles, dtype=np.uint64)
         for place, factor in enumerate(self._factors):
             combined += hashes[place : place + shingles] * factor
-        # A shingle that begins in one text and ends in the next one is none.
+        # Drop shingles that begin in one text and end in the next.
         within = texts[:shingles] == texts[self._size - 1 :]
         self._lower(mix64_array(combined[within]), texts[:shingles][within])
 
     def _lower(self, hashes: np.ndarray, texts: np.ndarray) -> None:
-        """Put shingles' hashes into the values of their texts."""
-        # Texts before this group's first are done, and wait only to be taken.
+        """Merge the hashes of shingles into the values of their texts."""
+        # Texts before this group's first are done and only wait to be taken.
         first = texts[0] if len(texts) else 0
         values = np.array([text.values for text in self._open[first:]])
         parts = ((hashes >> np.uint64(32)) * np.uint64(self._count)) >> np.uint64(32)
         places = (texts - first) * self._count + parts.astype(np.int64)
-        # The hash's upper half says the part, so that of one part the smallest hash is the smallest of its range.
+        # The hash's upper half selects the part, so the smallest hash of a part is the smallest of its range.
         np.minimum.at(values.reshape(-1), places, hashes)
         for text, lowered in zip(self._open[first:], values, strict=True):
             text.values = lowered
@@ -112,14 +112,14 @@ class Signer:
             self._open[number].has_shingles = True
 
     def _keep_last(self, group: list[tuple[int, str]], hashes: np.ndarray, texts: np.ndarray) -> None:
-        """Keep of each text the units that its next shingle begins with, or all of a text that has none."""
+        """Keep the units of each text that its next shingle begins with, or all of them if it has no shingle."""
         for number in dict.fromkeys(number for number, _ in group):
             stop = int(np.searchsorted(texts, number, side="right"))
             start = int(np.searchsorted(texts, number, side="left"))
             self._open[number].last = hashes[max(start, stop - self._size + 1) : stop]
 
     def _take(self, count: int) -> np.ndarray:
-        """The signatures of the first open texts, which are done."""
+        """Return the signatures of the first ``count`` open texts, which are done."""
         done, self._open = self._open[:count], self._open[count:]
         if not done:
             return np.empty((0, self._count), dtype=np.uint16)
@@ -131,7 +131,7 @@ class Signer:
         return (mix64_array(values ^ self._salts) >> np.uint64(48)).astype(np.uint16)
 
     def _short(self, text: _Open) -> np.ndarray:
-        """The values of a text with fewer units than a shingle, which is one as a whole; without any, its bytes are."""
+        """Return the values of a text shorter than a shingle: it is one shingle; without units, its bytes are."""
         whole = text.name_hash
         if len(text.last):
             whole = 0
@@ -141,7 +141,7 @@ class Signer:
 
 
 def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """A hash of each band of each signature, uint64 [n, bands]."""
+    """Return a hash of each band of each signature, uint64 [n, bands]."""
     cut = signatures[:, : bands * rows].reshape(len(signatures), bands, rows).astype(np.uint64)
     keys = np.zeros((len(signatures), bands), dtype=np.uint64)
     for row in range(rows):
@@ -150,19 +150,19 @@ def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
 
 
 def similarity(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The estimated similarity of signatures [n, permutations] to others, row by row, float64 [n]."""
+    """Return the estimated similarity of two arrays of signatures [n, permutations], row by row, float64 [n]."""
     return np.count_nonzero(first == second, axis=1) / first.shape[1]
 
 
 def _code_points(text: str) -> np.ndarray:
-    """The characters as numbers: uint8 where all are ASCII, else uint32."""
+    """Return the characters as numbers: uint8 if all are ASCII, otherwise uint32."""
     if text.isascii():
         return np.frombuffer(text.encode("ascii"), dtype=np.uint8)
     return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces of at most a group, cut before a space where there is one; no text is a piece too."""
+    """Yield a text in pieces of at most one group, cut before a space if possible; an empty text is a piece too."""
     start = 0
     while len(text) - start > GROUP_CHARACTERS:
         stop = start + GROUP_CHARACTERS
@@ -175,7 +175,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _donors(count: int) -> np.ndarray:
-    """For each try, the part that each empty one takes its value of, int64 [tries, count]."""
+    """Return for each try the part that each empty part takes its value from, int64 [tries, count]."""
     tries = np.arange(_MOST_DONORS, dtype=np.uint64)[:, None] * np.uint64(count)
     hashes = mix64_array(mix64_array(tries + np.arange(count, dtype=np.uint64)) ^ np.uint64(_DONOR_SALT))
     return ((hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)).astype(np.int64)
@@ -190,8 +190,8 @@ def _fill(values: np.ndarray, donors: np.ndarray) -> None:
             return
         taken = found[texts, donor[parts]]
         values[texts, parts] = taken
-        # What it took may be empty too: then it tries again.
+        # The donor may be empty too: then try again.
         missing = taken == _EMPTY
         texts, parts = texts[missing], parts[missing]
-    # Long signatures of texts with a shingle or two.
+    # Long signatures of texts with only one or two shingles.
     values[texts, parts] = found[texts].min(axis=1)

@@ -1,8 +1,9 @@
-"""What is kept of a part's texts to compare them with all others: hashes, signatures, names, in files of one part.
+"""Per-part files for comparing texts with all others: hashes, signatures and names.
 
-``documents.bin`` has a row of 32 bytes a document. Where near duplicates are looked for, ``signatures.bin`` has its
-values and ``bands.bin`` the keys of its bands, one band after the other, so that a band is read without the others.
-``names.bin`` has the names and ``ends.bin`` where each ends. The record is written last and vouches for all of them.
+``documents.bin`` has a row of 32 bytes a document. If near duplicates are looked for, ``signatures.bin`` has the values
+of signatures and ``bands.bin`` the keys of their bands, one band after the other, so that a band is read without the
+others. ``names.bin`` has the names and ``ends.bin`` the end of each. The record is written last and validates all of
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _NAMES, _ENDS = "names.bin", "ends.bin"
 
 @dataclass(frozen=True, kw_only=True)
 class SignedRecord:
-    """A part whose texts are hashed."""
+    """Record of a part whose texts are hashed."""
 
     documents: int
     text_bytes: int
@@ -42,7 +43,7 @@ class SignedRecord:
 
     @classmethod
     def load(cls, folder: Path) -> SignedRecord | None:
-        """Return the record of a part whose files are all whole; None if one is missing or damaged."""
+        """Return the record of a part if all its files are intact; None if one is missing or damaged."""
         body = load_record(folder / RECORD_FILE, FORMAT)
         if body is None or not are_whole(folder, body["files"]):
             return None
@@ -50,7 +51,7 @@ class SignedRecord:
 
 
 class SignedWriter:
-    """Writes the files of one part. Memory is that of one group of texts, however many documents there are."""
+    """Writer of the files of one part. Memory is that of one group of texts, for any number of documents."""
 
     def __init__(self, folder: Path, rule: DuplicateRule) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -63,7 +64,7 @@ class SignedWriter:
         self.documents = self.text_bytes = self._name_bytes = 0
 
     def add(self, name: str, text: str) -> None:
-        """Take the next document."""
+        """Add the next document."""
         raw = text.encode()
         whole, half = xxhash.xxh3_128_intdigest(raw), xxhash.xxh3_64_intdigest(raw)
         facts = np.array([(whole & 0xFFFFFFFFFFFFFFFF, whole >> 64, half, len(raw))], dtype=FACTS)
@@ -78,7 +79,7 @@ class SignedWriter:
             self._write_signatures(self._signer.add(text, half))
 
     def finish(self) -> SignedRecord:
-        """Write what is left, and the record when the disk holds everything else."""
+        """Write the remaining signatures, sync all files to disk, and then write the record."""
         if self._signer is not None:
             self._write_signatures(self._signer.finish())
         self._close()
@@ -86,7 +87,7 @@ class SignedWriter:
             self._write_bands()
         self._close()
         (self._folder / _KEYS).unlink(missing_ok=True)
-        # The record vouches for every file: they are on the disk before it.
+        # The record validates every file: all must be on disk before it.
         record = SignedRecord(documents=self.documents, text_bytes=self.text_bytes, files=sync_files(self._folder))
         save_record(self._folder / RECORD_FILE, FORMAT, dataclasses.asdict(record))
         sync_path(self._folder)
@@ -96,13 +97,13 @@ class SignedWriter:
         """Write signatures, and the keys of their bands, text by text."""
         for some in signatures:
             self._write(_SIGNATURES, some.tobytes())
-            # Text by text, as they come; turned when all are there.
+            # Text by text, as they come; transposed when all are written.
             self._write(_KEYS, band_keys(some, *self._rule.bands()).tobytes())
 
     def _write_bands(self) -> None:
-        """Write the keys once more, band by band."""
+        """Write the keys again, band by band."""
         bands, _ = self._rule.bands()
-        # Mapped and not read: a part may have millions of small documents.
+        # Mapped, not read: a part may have millions of small documents.
         keys = np.memmap(self._folder / _KEYS, dtype=np.uint64, mode="r").reshape(-1, bands)
         for band in range(bands):
             self._write(_BANDS, keys[:, band].tobytes())
@@ -119,7 +120,7 @@ class SignedWriter:
 
 
 class PartNames:
-    """The names of a part's documents, mapped."""
+    """Memory-mapped names of a part's documents."""
 
     def __init__(self, names: np.ndarray, ends: np.ndarray) -> None:
         self._names, self._ends = names, ends
@@ -132,9 +133,9 @@ class PartNames:
 
 
 class SignedPart:
-    """The files of one part. Each is mapped when it is asked for, and closed when nobody uses the array any more.
+    """Files of one part. Each is mapped on access, and closed when its array is no longer used.
 
-    A corpus has thousands of parts: held open, their files would exceed what a process may have.
+    A corpus has thousands of parts: keeping them open would exceed the limit of open files.
     """
 
     def __init__(self, folder: Path, documents: int, rule: DuplicateRule) -> None:
@@ -143,12 +144,12 @@ class SignedPart:
 
     @property
     def facts(self) -> np.ndarray:
-        """A row of ``FACTS`` a document."""
+        """Rows of ``FACTS``, one per document."""
         return self._map(_DOCUMENTS, FACTS)
 
     @property
     def signatures(self) -> np.ndarray:
-        """uint16 [documents, permutations]."""
+        """Signatures, uint16 [documents, permutations]."""
         return self._map(_SIGNATURES, np.dtype("<u2")).reshape(self.documents, self._rule.permutations)
 
     @property
@@ -157,7 +158,7 @@ class SignedPart:
         return self._map(_BANDS, np.dtype("<u8")).reshape(self._rule.bands()[0], self.documents)
 
     def names(self) -> PartNames:
-        """The names of the documents."""
+        """Return the names of the documents."""
         return PartNames(self._map(_NAMES, np.dtype(np.uint8)), self._map(_ENDS, np.dtype("<u8")))
 
     def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
@@ -181,7 +182,7 @@ class SignedCorpus:
         self.parts = parts
         self.starts = np.cumsum([0] + [part.documents for part in parts])
         """The number of each part's first document, and of all."""
-        # Removed documents come in order, and those that stay from anywhere.
+        # Removed documents come in order, the kept ones from anywhere.
         self._names = lru_cache(maxsize=_MAPPED_NAMES)(lambda number: parts[number].names())
 
     def __len__(self) -> int:
@@ -190,50 +191,50 @@ class SignedCorpus:
     def runs(self, column: Callable[[SignedPart], np.ndarray], leave: np.ndarray) -> Iterator[np.ndarray]:
         """Yield documents that share a key with another one, int64 [2, n]: their numbers, and those of their runs.
 
-        A run is of one key; runs follow one another, and within one the documents are in order. ``column`` gives a
-        part's keys, uint64. Documents in the mask ``leave`` are passed over.
+        A run has a single key; runs follow one another, and the documents of a run are in order. ``column`` returns a
+        part's keys, uint64. Documents in the mask ``leave`` are skipped.
         """
         slices = max(1, -(-len(self) // SLICE_DOCUMENTS))
         for number in range(slices):
-            # Equal keys are in one slice, whatever parts they are of.
+            # Equal keys are in the same slice, regardless of their parts.
             keys, documents = self._slice(column, leave, number, slices)
             order = np.argsort(keys, kind="stable")
             keys, documents = keys[order], documents[order]
             is_first = np.ones(len(keys), dtype=bool)
             is_first[1:] = keys[1:] != keys[:-1]
-            # Alone: first of its run, and so is the next one.
+            # Alone: the first of its run, and the next one is too.
             is_alone = is_first & np.append(is_first[1:], True)
             numbers = np.cumsum(is_first)[~is_alone]
             yield np.stack([documents[~is_alone], numbers])
 
     def gather(self, documents: np.ndarray, rows: Callable[[SignedPart], np.ndarray]) -> np.ndarray:
-        """The rows of documents, in any order of parts."""
+        """Return the rows of documents, which may be in any order."""
         parts = np.searchsorted(self.starts, documents, side="right") - 1
         first = rows(self.parts[0])
         found = np.empty((len(documents), *first.shape[1:]), dtype=first.dtype)
-        # Part by part: a file is mapped once for all rows that are wanted of it.
+        # Part by part: a file is mapped once for all requested rows.
         for part in np.unique(parts):
             here = np.flatnonzero(parts == part)
             found[here] = rows(self.parts[part])[documents[here] - self.starts[part]]
         return found
 
     def signatures(self, documents: np.ndarray) -> np.ndarray:
-        """uint16 [n, permutations]."""
+        """Return signatures, uint16 [n, permutations]."""
         return self.gather(documents, lambda part: part.signatures)
 
     def facts(self, documents: np.ndarray) -> np.ndarray:
-        """Rows of ``FACTS`` [n]."""
+        """Return rows of ``FACTS`` [n]."""
         return self.gather(documents, lambda part: part.facts)
 
     def name(self, document: int) -> str:
-        """The name of a document."""
+        """Return the name of a document."""
         part = int(np.searchsorted(self.starts, document, side="right")) - 1
         return self._names(part)[document - int(self.starts[part])]
 
     def _slice(
         self, column: Callable[[SignedPart], np.ndarray], leave: np.ndarray, number: int, slices: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and numbers of the documents whose key falls into a slice of the keys' range."""
+        """Return the keys and numbers of the documents whose key is in a slice of the key range."""
         keys, documents = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.int64)]
         for part, start in zip(self.parts, self.starts.tolist(), strict=False):
             found = column(part)

@@ -1,7 +1,7 @@
 """Texts as runs of hashed words or characters, a hundred thousand characters at a time: numpy's loops, not Python's.
 
 A word is a run of letters, digits and ``_``. Scripts that put no spaces between words (Chinese, Japanese, Thai, Lao,
-Burmese, Khmer) and pictures give a unit for each character. Case does not count, nor what stands between words.
+Burmese, Khmer) and pictographs give a unit for each character. Case and the characters between words do not count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from longctx.mixing import GOLDEN, mix64_array
 
 _BETWEEN, _IN_WORD, _ALONE = 0, 1, 2
-# Ranges of code points and not Python's own tables, which change with its version: signatures must not.
+# Ranges of code points, not Python's own tables, which change with its version: signatures must not change.
 _RANGES = (
     (0x30, 0x39, _IN_WORD),
     (0x41, 0x5A, _IN_WORD),
@@ -42,7 +42,7 @@ _RANGES = (
     (0xFF66, 0xFFDC, _ALONE),
     (0x10000, 0x1AFFF, _IN_WORD),
     (0x1B000, 0x3FFFF, _ALONE),
-    # Inside of the above: scripts without spaces.
+    # Within the above ranges: scripts without spaces.
     (0x0E01, 0x0EFF, _ALONE),
     (0x1000, 0x109F, _ALONE),
     (0x1780, 0x17FF, _ALONE),
@@ -54,7 +54,7 @@ _INVERSE = np.uint64(pow(GOLDEN, -1, 1 << 64))
 
 
 def unit_hashes(points: np.ndarray, unit: str) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of the units of a text, uint64, and the index of each one's first character.
+    """Return the hashes of the units of a text, uint64, and the index of each unit's first character.
 
     ``points`` are code points in lower case, uint8 or uint32.
     """
@@ -64,14 +64,14 @@ def unit_hashes(points: np.ndarray, unit: str) -> tuple[np.ndarray, np.ndarray]:
     in_word = kinds == _IN_WORD
     alone = kinds == _ALONE
     joins = np.zeros(len(points) + 1, dtype=bool)
-    # Whether a character and the one before it are of one word.
+    # True if a character and the previous one are in the same word.
     np.logical_and(in_word[1:], in_word[:-1], out=joins[1:-1])
-    # A unit begins where no other one goes on, and ends likewise; what stands between units is no part of any.
+    # A unit begins and ends where no word continues; characters between units belong to none.
     counts = in_word | alone
     starts = np.flatnonzero(counts & ~joins[:-1])
     stops = np.flatnonzero(counts & ~joins[1:]) + 1
-    # Σ cᵢ·baseⁱ over a word is a difference of two sums from the beginning; dividing by base^start makes it the same
-    # wherever the word stands. All of it modulo 2^64.
+    # Σ cᵢ·baseⁱ over a word is a difference of two prefix sums; dividing by base^start makes it independent of the
+    # word's position. All modulo 2^64.
     powers, inverses = _powers(len(points))
     sums = np.empty(len(points) + 1, dtype=np.uint64)
     sums[0] = 0
@@ -82,11 +82,11 @@ def unit_hashes(points: np.ndarray, unit: str) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _table(unit: str) -> np.ndarray:
-    """For each code point what it is."""
+    """Return the kind of each code point."""
     table = np.zeros(_LAST + 1, dtype=np.uint8)
     for first, last, kind in _RANGES:
         table[first : last + 1] = kind
-    # Every character that is seen, with punctuation: among words it would be lost.
+    # Every visible character, including punctuation, which is dropped for words.
     if unit == "characters":
         table[0x21:] = _ALONE
         table[0x7F:0xA1] = _BETWEEN
@@ -99,7 +99,7 @@ _known_powers: list[tuple[np.ndarray, np.ndarray]] = []
 
 
 def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Powers of the base and of its inverse, [count] each, uint64."""
+    """Return powers of the base and of its inverse, [count] each, uint64."""
     if not _known_powers or len(_known_powers[0][0]) < count:
         size = 1 << max(count - 1, 1).bit_length()
         tables = []

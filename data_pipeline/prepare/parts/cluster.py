@@ -1,8 +1,8 @@
-"""Parts encoded all over a Ray cluster: the only file that knows Ray.
+"""Encoding of parts on a Ray cluster; the only file that uses Ray.
 
-Ray moves orders and records between our own processes as pickles; nothing that a user brings is unpickled. A worker
-writes into a folder of its own for each attempt at a part, and this process gives it the part's name when the record
-has arrived. So a worker that is taken for dead, or outlives the build that started it, can spoil nothing.
+Ray moves orders and records between our own processes as pickles; no user data is unpickled. Each attempt at a part is
+written into its own folder, which this process renames to the part's name when the record has arrived. So a worker that
+is presumed dead, or outlives the build that started it, cannot do damage.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _REASON_CHARACTERS = 240
 def open_cluster(address: str | None = None, *, say: Callable[[str], None] = logger.info) -> Iterator[RayEngine]:
     """Yield an engine of the cluster at ``address``, connected until the block ends.
 
-    Without an address it is Ray's own choice: ``RAY_ADDRESS``, else a cluster that runs on this machine, else one of
-    this machine alone, which ends with the block. A connection that the process has already is used, and stays.
-    ConfigError without Ray; ClusterError where no cluster answers.
+    Without an address Ray chooses: ``RAY_ADDRESS``, else a cluster that runs on this machine, else a new local one,
+    which ends with the block. An existing connection of the process is used and kept. Raises ConfigError without Ray,
+    and ClusterError if no cluster answers.
     """
     ray = _import_ray()
     ours = not ray.is_initialized()
@@ -87,12 +87,12 @@ def _connect(ray: Any, address: str | None) -> None:
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        # Of several paragraphs the first says what is wrong.
+        # The first of several paragraphs states the problem.
         raise ClusterError(_no_answer(named or "(none)", str(error).strip().splitlines()[0])) from error
 
 
 def _check_listens(address: str | None) -> None:
-    """ClusterError where nothing listens at HOST:PORT: Ray itself would try for minutes, and say less."""
+    """Raise ClusterError if HOST:PORT refuses connections: Ray itself would retry for minutes and explain less."""
     host, colon, port = (address or "").rpartition(":")
     if not colon or not port.isdecimal():
         return
@@ -110,8 +110,8 @@ def _no_answer(address: str, reason: str) -> str:
 
 
 def _nodes(ray: Any) -> list[dict[str, Any]]:
-    """The nodes that can work: those of which a part may be handed to."""
-    # A head node is often told to have no CPU, and then need not see anything.
+    """Return the nodes that can work: those to which a part may be assigned."""
+    # A head node is often configured without a CPU, and then need not see the files.
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
 
@@ -120,13 +120,13 @@ def _name(node: dict[str, Any]) -> str:
 
 
 class RayEngine:
-    """Workers all over a Ray cluster, one CPU each. ``open_cluster`` makes it."""
+    """Workers of a Ray cluster, one CPU each; built by ``open_cluster``."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
 
     def carry_out(self, orders: Sequence[Order], crew: Crew, *, advance: Advance, finished: OnPart) -> None:
-        """Carry out all orders. A part whose worker or node is lost is handed out again, ``ATTEMPTS`` times in all."""
+        """Carry out all orders. If a worker or node is lost, its part is retried, at most ``ATTEMPTS`` times in all."""
         if not orders:
             return
         nodes = _nodes(self._ray)
@@ -136,7 +136,7 @@ class RayEngine:
         _sweep(orders)
         with _shown(crew.staging.folder) as look:
             self._check_nodes(nodes, look)
-            # One copy on each node, however many workers it has.
+            # One copy on each node, for any number of workers.
             setup = self._ray.put(Setup.of(crew.job, crew.tokenizer, threads=1))
             shift = _Shift(self._ray, orders, workers=workers, look=look, setup=setup)
             try:
@@ -145,13 +145,13 @@ class RayEngine:
                 shift.end()
 
     def _check_nodes(self, nodes: list[dict[str, Any]], look: Look) -> None:
-        """ClusterError unless every node sees the staging folder and writes where this process reads."""
+        """Raise ClusterError unless every node sees the staging folder and its writes are visible to this process."""
         ray = self._ray
         task = ray.remote(Look.problem)
         asked: dict[Any, dict[str, Any]] = {}
         for node in nodes:
             there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            # No CPU: a node that is busy with other work sees what it will see later.
+            # No CPU: a node that is busy with other work can still be checked.
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
             asked[task.options(**options).remote(look, node["NodeID"])] = node
         _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_SECONDS_TO_START)
@@ -166,7 +166,7 @@ class RayEngine:
                     f"{_name(node)} cannot run longctx ({reason}).\nInstall the same release there as here."
                 ) from error
             except ray.exceptions.RayError as error:
-                # It gets no part: its worker, if it ever starts one, is asked the same.
+                # It gets no part now: its worker, if it ever starts one, is checked in the same way.
                 logger.warning("%s was lost before it was asked anything (%s)", _name(node), _reason(error))
                 continue
             if problem is None and not look.is_answered(node["NodeID"]):
@@ -177,7 +177,7 @@ class RayEngine:
 
 @contextlib.contextmanager
 def _shown(folder: Path) -> Iterator[Look]:
-    """Within the block, a file lies in ``folder`` by which others know it again."""
+    """Within the block, keep a file in ``folder`` by which other machines recognize it."""
     look = Look(folder=folder, token=f"seen-{secrets.token_hex(8)}", versions=library_versions())
     write_synced(folder / look.token, look.token.encode())
     try:
@@ -188,10 +188,10 @@ def _shown(folder: Path) -> Iterator[Look]:
 
 
 def _sweep(orders: Sequence[Order]) -> None:
-    """Remove the attempts of a build that was killed."""
+    """Remove the attempts of a killed build."""
     for parent in {order.folder.parent for order in orders}:
         for path in parent.glob("[0-9]*.*"):
-            # Its worker may not have heard yet, and still write.
+            # Its worker may not know yet, and still write.
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -206,7 +206,7 @@ class _Shift:
         self._failed_starts = 0
         self._team: list[_Worker] = []
         self._numbers = itertools.count()
-        # A worker is one CPU; where it stands is Ray's to choose, all over the cluster.
+        # A worker uses one CPU; Ray chooses its node, spread over the cluster.
         self._kind = ray.remote(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")(NodeWorker)
         self._heard = time.monotonic()
 
@@ -223,27 +223,27 @@ class _Shift:
             advance(sum((worker.progress for worker in self._team), Advanced()))
 
     def end(self) -> None:
-        """End all workers and wait until they write no more."""
+        """End all workers and wait until they have stopped writing."""
         awaited = [worker.awaited for worker in self._team]
         for worker in self._team:
             worker.dismiss()
         if awaited:
-            # What they had to say is an error now.
+            # Their pending result is now an error.
             self._ray.wait(awaited, num_returns=len(awaited), timeout=_SECONDS_TO_END, fetch_local=False)
         for worker in self._team:
             worker.remove_attempt()
         self._team.clear()
 
     def _recruit(self) -> bool:
-        """Have as many workers as there is work for; whether there is any."""
+        """Start or dismiss workers to match the remaining work; return whether there is any."""
         busy = [worker for worker in self._team if worker.order is not None]
         wanted = min(self._workers, len(self._pending) + len(busy))
         while len(self._team) < wanted:
-            # Those that find no CPU wait for one: a cluster may grow.
+            # Workers without a CPU wait for one: a cluster may grow.
             handle = self._kind.remote(self._setup)
             self._team.append(_Worker(self._ray, handle, self._look, f"worker-{next(self._numbers)}"))
         if len(self._team) > wanted:
-            # Nothing is left for those that wait still, perhaps for ever.
+            # No work is left for those still waiting, perhaps forever.
             for worker in self._team:
                 if worker.order is None:
                     worker.dismiss()
@@ -251,11 +251,11 @@ class _Shift:
         return wanted > 0
 
     def _ready(self) -> list[_Worker]:
-        """The workers that have something to say; none after a second in which none has."""
+        """Return the workers that have a report; empty if none arrives within a second."""
         awaited = {worker.awaited: worker for worker in self._team}
         ready, rest = self._ray.wait(list(awaited), timeout=_SECONDS_BETWEEN_LOOKS, fetch_local=False)
         if rest:
-            # Those that spoke at the same time: with a thousand workers, one at a time would be slow.
+            # All that are ready at once: with a thousand workers, one at a time would be slow.
             ready += self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)[0]
         now = time.monotonic()
         if ready or any(worker.order is not None for worker in self._team):
@@ -266,13 +266,13 @@ class _Shift:
         return [awaited[ref] for ref in ready]
 
     def _take(self, worker: _Worker, report: Report | str | None, finished: OnPart) -> None:
-        """Do what a report asks for."""
+        """Handle one report."""
         if isinstance(report, Advanced):
             worker.progress = report
             return
         order = worker.order
         if order is None:
-            # It has looked around.
+            # It has checked its node.
             if isinstance(report, str):
                 raise ClusterError(f"a node ({worker.name}) {report}")
             self._failed_starts = 0
@@ -289,7 +289,7 @@ class _Shift:
             worker.dismiss()
 
     def _lose(self, worker: _Worker, error: Exception) -> None:
-        """Go on without a worker: its part is handed out again. ClusterError where that has happened too often."""
+        """Continue without a lost worker and queue its part again; raise ClusterError after too many losses."""
         self._team.remove(worker)
         worker.dismiss()
         worker.remove_attempt()
@@ -311,13 +311,13 @@ class _Shift:
             "%s was lost while it %s %s (%s): the part is handed out again, %d of %d",
             *(worker.name, order.done, order.part, reason, lost + 1, ATTEMPTS),
         )
-        # At once, and not last: the others need not wait for it in the end.
+        # Next in line, not last: the others then need not wait for it at the end.
         self._pending.appendleft(order)
 
 
 def _reason(error: BaseException) -> str:
-    """The gist of what Ray says of something lost, on one line."""
-    # Lines that are indented name the actor by its numbers.
+    """Return the essence of Ray's message about a lost worker or node, on one line."""
+    # Indented lines identify the actor by its numbers.
     lines = [line for line in str(error).splitlines() if not line.startswith("\t")]
     words = " ".join(f"{type(error).__name__}: {' '.join(lines)}".split())
     if len(words) > _REASON_CHARACTERS:
@@ -326,7 +326,7 @@ def _reason(error: BaseException) -> str:
 
 
 class _Worker:
-    """A worker of the cluster as this process sees it."""
+    """A cluster worker as seen by this process."""
 
     def __init__(self, ray: Any, handle: Any, look: Look, name: str) -> None:
         self._ray, self._handle = ray, handle
@@ -340,35 +340,38 @@ class _Worker:
         self._attempt: Path | None = None
 
     def begin(self, order: Order) -> None:
-        """Hand it a part."""
+        """Start the worker on a part."""
         self.order, self.progress = order, Advanced()
         self._attempt = order.folder.with_name(f"{order.folder.name}.{secrets.token_hex(4)}")
         carry_out = self._handle.carry_out.options(num_returns="streaming")
         self.awaited = carry_out.remote(replace(order, folder=self._attempt))
 
     def report(self) -> Report | str | None:
-        """What it says next; before its first part why it cannot work, None if it can. RayError where it is lost."""
+        """Return the next report; before the first part why the worker cannot work, or None if it can.
+
+        Raises RayError if the worker is lost.
+        """
         if self.order is None:
             self.name, problem = self._ray.get(self.awaited)
             return problem
         return self._ray.get(next(self.awaited))
 
     def deliver(self) -> None:
-        """Give what the worker has made the part's name."""
+        """Rename the worker's finished folder to the part's name."""
         assert self.order is not None
         assert self._attempt is not None
-        # Damaged, where something is there.
+        # If a folder is already there, it is damaged.
         shutil.rmtree(self.order.folder, ignore_errors=True)
         self._attempt.rename(self.order.folder)
         sync_path(self.order.folder.parent)
         self.order, self.progress, self._attempt = None, Advanced(), None
 
     def dismiss(self) -> None:
-        """End the process at once, wherever it is."""
+        """Kill the worker's process immediately, on any node."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.kill(self._handle)
 
     def remove_attempt(self) -> None:
-        """Remove what a part has left that was not finished."""
+        """Remove the files of an unfinished part."""
         if self._attempt is not None:
             shutil.rmtree(self._attempt, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A source dealt out into parts: what one worker encodes in one go, and what a restart does not repeat."""
+"""Division of a source into parts: the unit that one worker encodes, and that a restart does not repeat."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from data_pipeline.prepare.readers.cut import CUT_BYTES
 PART_BYTES = CUT_BYTES
 """Bytes on disk of a part, at most, unless one piece alone has more. Part of the format: a shard never spans parts."""
 
-# Of text, about, with a vocabulary of a hundred thousand; a smaller one gives a second, partly filled shard.
+# Approximate for text with a vocabulary of a hundred thousand; a smaller one gives a second, partly filled shard.
 _BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
 class Part:
-    """Pieces that follow one another in the source."""
+    """Consecutive pieces of the source."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -38,20 +38,20 @@ class Part:
 
 
 def part_bytes(shard_tokens: int) -> int:
-    """How large parts are: text for one shard of ``shard_tokens``, and never less than ``PART_BYTES``."""
+    """Return the size of parts: text for one shard of ``shard_tokens``, and at least ``PART_BYTES``."""
     return max(PART_BYTES, _BYTES_PER_TOKEN * shard_tokens)
 
 
 def deal_parts(pieces: Iterable[Piece], most_bytes: int) -> list[Part]:
-    """The pieces in their order, as many in a part as ``most_bytes`` allow, at least one.
+    """Split the pieces, in order, into parts of as many as ``most_bytes`` allow, at least one.
 
-    A function of the listing alone: which shard a document falls in depends on neither workers nor kills.
+    A pure function of the listing: the shard of a document depends on neither workers nor interruptions.
     """
     parts: list[Part] = []
     open_pieces: list[Piece] = []
     size = 0
     for piece in pieces:
-        # In order, and not by best fit: a document's place must not depend on what stands behind it.
+        # In order, not by best fit: a document's place must not depend on the pieces after it.
         if open_pieces and size + piece.size > most_bytes:
             parts.append(Part(len(parts), tuple(open_pieces)))
             open_pieces, size = [], 0
@@ -63,10 +63,10 @@ def deal_parts(pieces: Iterable[Piece], most_bytes: int) -> list[Part]:
 
 
 def hash_parts(parts: Sequence[Part]) -> str:
-    """xxh3_128 of what stands in which part."""
+    """Return the xxh3_128 of the assignment of pieces to parts."""
     digest = xxhash.xxh3_128()
     for part in parts:
-        # Names and not paths: a corpus may be mounted elsewhere when the build goes on.
+        # Names, not paths: a corpus may be mounted elsewhere when the build continues.
         pieces = [[piece.file.name, piece.start, piece.stop, piece.size] for piece in part.pieces]
         digest.update(json.dumps(pieces).encode())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Who carries out the parts of a build: an engine, its crew; and the pass over all parts that finds duplicates."""
+"""Interface of the engines that carry out the parts of a build, and the pass over all parts that finds duplicates."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Engine(Protocol):
     def carry_out(self, orders: Sequence[Order], crew: Crew, *, advance: Advance, finished: OnPart) -> None:
         """Carry out all orders, in any sequence; each is done when its folder holds its record.
 
-        ``advance`` is told the sums over the parts in work. The first failure of any of them is raised, once nobody
-        works any more. DataError as the part's own; ClusterError where the system has taken a worker away and the
-        engine has no other.
+        ``advance`` receives the sums over the parts in progress. The first failure is raised once all workers have
+        stopped: DataError as the part raised it; ClusterError if the system has removed a worker and the engine has no
+        replacement.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crew:
-    """An engine, and what all orders of a build have in common."""
+    """An engine, and the values that all orders of a build share."""
 
     engine: Engine
     staging: Staging
@@ -46,9 +46,9 @@ class Crew:
     """How many work at once; None for as many as the engine has."""
 
     def carry_out(self, orders: Sequence[Order], records: dict[int, Any], *, advance: Advance) -> None:
-        """Carry out the orders of parts that ``records`` lacks, and put theirs there, by the parts' numbers.
+        """Carry out the orders of parts that ``records`` lacks, and add their records, keyed by part number.
 
-        ``advance`` is told the sums over all parts, those with a record included.
+        ``advance`` receives the sums over all parts, including those with a record.
         """
         parts = [order.part for order in orders if order.part.number in records]
         done = sum((_whole(part, records[part.number]) for part in parts), Advanced())
@@ -58,7 +58,7 @@ class Crew:
             records[part.number] = record
             done += _whole(part, record)
 
-        # Where the display begins: the rate is that of this build alone.
+        # The display begins here: the rate covers only this build.
         if parts:
             advance(done)
         rest = [order for order in orders if order.part.number not in records]
@@ -66,7 +66,7 @@ class Crew:
 
 
 def _whole(part: Part, record: Any) -> Advanced:
-    """Return what a part is that is done."""
+    """Return the counts of a finished part."""
     return Advanced(record.documents, record.text_bytes, part.size)
 
 
@@ -74,19 +74,19 @@ logger = logging.getLogger(__name__)
 
 
 def find_duplicates(parts: Sequence[Part], crew: Crew, *, advance: Advance, say: Callable[[str], None]) -> Outcome:
-    """What becomes of every document of ``parts``: read where an earlier build has decided it, else found out.
+    """Return the decision about every document of ``parts``: read it if an earlier build made it, otherwise compute it.
 
-    ``advance`` is told the sums over all parts. Nothing depends on the number of workers: parts are hashed each by
-    itself, and one process decides.
+    ``advance`` receives the sums over all parts. The result does not depend on the number of workers: parts are hashed
+    independently, and one process decides.
     """
     staging, job = crew.staging, crew.job
     outcome = Outcome.load(staging.decisions)
     if outcome is not None:
-        # Left by a build that was killed while it removed them.
+        # Left by a build that was killed while removing them.
         shutil.rmtree(staging.signatures, ignore_errors=True)
         return outcome
     folders = {part.number: staging.signatures_folder(part.number) for part in parts}
-    # Each is checked to the byte: a damaged one is hashed again.
+    # Each is verified to the byte: a damaged one is hashed again.
     found = {number: SignedRecord.load(folder) for number, folder in folders.items()}
     records = {number: record for number, record in found.items() if record is not None}
     if records:
@@ -97,6 +97,6 @@ def find_duplicates(parts: Sequence[Part], crew: Crew, *, advance: Advance, say:
     corpus = SignedCorpus(signed)
     logger.info("comparing %s documents", f"{len(corpus):,}")
     outcome = save_outcome(staging.decisions, corpus, decide(corpus, job.duplicates, job.validation_fraction))
-    # Some four hundred bytes a document, which nobody reads any more.
+    # About four hundred bytes a document, no longer needed.
     shutil.rmtree(staging.signatures)
     return outcome

@@ -1,6 +1,6 @@
-"""What runs in a worker, here or on a machine of a cluster: a look at what it sees, and the work itself.
+"""Code that runs in a worker, local or on a machine of a cluster: a check of its environment, and the work itself.
 
-Nothing here knows which system started it.
+This module does not depend on the system that started it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _LIBRARIES = ("longctx-train", "numpy", "pyarrow", "sentencepiece", "tokenizers"
 
 
 def library_versions() -> dict[str, str]:
-    """The versions that this process has of the libraries on which a shard's bytes depend."""
+    """Return this process's versions of the libraries on which a shard's bytes depend."""
     versions = {}
     for name in _LIBRARIES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            # Ours, where it is run from its repository.
+            # Our own package, if it is run from its repository.
             versions[name] = "none"
     return versions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a machine must see before it gets work: a file that was just written, and the same libraries."""
+    """Conditions that a machine must meet to get work: it sees a newly written file, and has the same libraries."""
 
     folder: Path
     """The staging folder."""
@@ -51,11 +51,11 @@ class Look:
     """Those of the process that hands out the orders."""
 
     def answer(self, name: str) -> Path:
-        """The file by which a machine shows that it writes where others read."""
+        """Return the file with which a machine shows that its writes are visible to others."""
         return self.folder / f"{self.token}.{name}"
 
     def problem(self, name: str) -> str | None:
-        """Why this machine cannot work there; None if it can. It then leaves its answer under ``name``."""
+        """Return why this machine cannot work there, or None if it can; it then writes its answer under ``name``."""
         found = library_versions()
         for library, version in self.versions.items():
             if found[library] != version:
@@ -71,7 +71,7 @@ class Look:
         return None
 
     def is_answered(self, name: str) -> bool:
-        """Whether what the machine has written is seen here."""
+        """Return whether the machine's answer is visible here."""
         return _is_seen(self.answer(name), self.token)
 
 
@@ -82,21 +82,21 @@ SHARED = (
 
 
 class NodeWorker:
-    """Carries out orders, one after the other, in a process of its own."""
+    """Worker that carries out orders, one after the other, in its own process."""
 
     def __init__(self, setup: Setup, seconds_between_reports: float = 1.0) -> None:
         # Hugging Face's tokenizers read it once, at their first text.
         os.environ["RAYON_NUM_THREADS"] = str(setup.threads)
         self._job, self._seconds = setup.job, seconds_between_reports
-        # Not loaded before it is needed: a pass that hashes texts has none.
+        # Loaded on first use: a pass that hashes texts needs none.
         self._tokenizer = functools.cache(setup.load_tokenizer)
 
     def look(self, look: Look, name: str) -> tuple[str, str | None]:
-        """What this process is called, and why it cannot work; None if it can."""
+        """Return the name of this process, and the reason it cannot work, or None if it can."""
         return where(), look.problem(name)
 
     def carry_out(self, order: Order) -> Iterator[Report]:
-        """Yield how far the part is, now and then, and last its record or why it failed."""
+        """Yield the part's progress now and then, and finally its record or failure."""
         reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
 
         due = 0.0
@@ -113,10 +113,10 @@ class NodeWorker:
             try:
                 reports.put(carry_out(order, job=self._job, tokenizer=self._tokenizer, advance=advance))
             except BaseException as error:
-                # Sent, not raised: who gave the order shows a user's error as its own.
+                # Sent, not raised: the caller shows a user's error as its own.
                 reports.put(Failed.of(error))
 
-        # In a thread: the part calls back, and who asked wants a stream.
+        # In a thread: the part uses a callback, and the caller expects a stream.
         threading.Thread(target=work, daemon=True).start()
         while True:
             report = reports.get()
@@ -126,12 +126,12 @@ class NodeWorker:
 
 
 def where() -> str:
-    """This process, as a person finds it."""
+    """Return this process and its host, in a form to locate it by."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _is_seen(path: Path, content: str) -> bool:
-    """Whether a file that was written elsewhere is here; a network's file systems may take a moment."""
+    """Return whether a file written elsewhere is visible here; network file systems may take a moment."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What workers are told and what they report: the words of every engine, and the one function that does the work."""
+"""Messages to and from workers, shared by all engines, and the one function that does the work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from longctx.tokenizer.load import load_files
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a worker is told first."""
+    """First message to a worker."""
 
     job: Job
     threads: int
@@ -33,13 +33,13 @@ class Setup:
 
     @classmethod
     def of(cls, job: Job, tokenizer: Tokenizer, threads: int) -> Setup:
-        """What a worker needs to work as this process would."""
+        """Return the setup with which a worker behaves as this process would."""
         return cls(
             job=job, threads=threads, files=tokenizer.files, path=tokenizer.path, fingerprint=tokenizer.fingerprint
         )
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer, made from its files."""
+        """Return the tokenizer, loaded from its files."""
         # From the files in memory: those on disk may have been replaced since they were read.
         tokenizer = load_files(self.files, self.path)
         assert tokenizer.fingerprint == self.fingerprint
@@ -60,7 +60,7 @@ class Order:
 
     @property
     def done(self) -> str:
-        """What the worker does with it, in the past, for messages."""
+        """Past tense of the worker's task, for messages."""
         if self.signs:
             return "compared"
         return "encoded"
@@ -68,27 +68,27 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """Why the worker ends: an error of the user's, or the traceback of one of ours."""
+    """Reason for a worker's end: a user error, or the traceback of an internal error."""
 
     error: LongCtxError | None
     traceback: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failed:
-        """The report of an error that was just caught."""
+        """Return the report of an error that was just caught."""
         known = None
         if isinstance(error, LongCtxError):
             known = error
         return cls(error=known, traceback="".join(traceback.format_exception(error)))
 
     def at(self, place: str) -> Failed:
-        """The same, saying where it happened: a node may see other things than its driver."""
+        """Return the same report with the place where it happened: a node may see other things than its driver."""
         if self.error is None:
             return replace(self, traceback=f"({place})\n{self.traceback}")
         return replace(self, error=type(self.error)(f"{self.error}\nSeen by {place}."))
 
     def raise_here(self, part: Part) -> NoReturn:
-        """Raise in this process what ended ``part`` in another."""
+        """Raise in this process the error that ended ``part`` in another."""
         if self.error is not None:
             raise self.error
         raise RuntimeError(f"{part} failed in its worker:\n{self.traceback}")
@@ -99,7 +99,7 @@ Report = Advanced | Record | Failed
 
 
 def carry_out(order: Order, *, job: Job, tokenizer: Callable[[], Tokenizer], advance: Advance) -> Record:
-    """Encode or sign the part of an order. ``tokenizer`` is asked only where it is needed."""
+    """Encode or sign the part of an order. ``tokenizer`` is called only if it is needed."""
     if order.signs:
         return sign_part(order.part, order.folder, job=job, advance=advance)
     return encode_part(

@@ -1,4 +1,4 @@
-"""Parts encoded by several processes; the first failure of any of them ends all."""
+"""Encoding of parts by several processes; the first failure of any of them ends all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from longctx.tokenizer.contract import Tokenizer
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     # Fewer than the machine has, in a container or under a scheduler.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -28,15 +28,15 @@ def usable_cores() -> int:
 
 
 class LocalEngine:
-    """A process of this machine for each worker as long as there are parts, else threads."""
+    """Engine of local processes, one per worker while there are enough parts; the remaining workers become threads."""
 
     def carry_out(self, orders: Sequence[Order], crew: Crew, *, advance: Advance, finished: OnPart) -> None:
-        """Carry out all orders; in this process, where one core or one part is all there is."""
+        """Carry out all orders; in this process if there is only one core or one part."""
         workers = crew.workers or usable_cores()
         processes = min(workers, len(orders))
         if not processes:
             return
-        # Where there are fewer parts than cores, each worker takes several.
+        # If there are fewer parts than cores, each worker uses several threads.
         threads = workers // processes
         if processes == 1:
             with _threads(crew.tokenizer, threads):
@@ -49,13 +49,13 @@ class LocalEngine:
         try:
             for _ in range(processes):
                 team.append(_Worker(crew.staging))
-            # They start side by side: a setup is taken only once its worker has imported what it needs.
+            # Workers start in parallel: each receives its setup only after its imports.
             for worker in team:
                 worker.send(setup)
             _hand_out(orders, team, advance=advance, finished=finished)
         finally:
-            # All are told before the first is waited for.
-            # SIGKILL: a worker leaves nothing behind that its part's missing record does not disown.
+            # All are killed before the first is waited for.
+            # SIGKILL is safe: a part without a record is discarded.
             for worker in team:
                 worker.kill()
             for worker in team:
@@ -79,17 +79,17 @@ def _hand_out(orders: Sequence[Order], team: list[_Worker], *, advance: Advance,
                     del busy[worker.connection]
                 else:
                     worker.begin(following)
-        # What each tells of its own part: a finished one takes its counts along.
+        # Each worker counts only its current part; finished parts are no longer included.
         advance(sum((worker.progress for worker in busy.values()), Advanced()))
 
 
 class _Worker:
-    """A worker process as its parent sees it."""
+    """A worker process as seen by its parent."""
 
     def __init__(self, staging: Staging) -> None:
         self.connection, theirs = Pipe()
         with theirs, _interrupts_held():
-            # It inherits the lock: until it has ended, no other build writes where it writes.
+            # It inherits the lock: until it has ended, no other build writes to the same folder.
             self._process = subprocess.Popen(
                 command(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
@@ -105,12 +105,12 @@ class _Worker:
         self.send(order)
 
     def send(self, message: Setup | Order) -> None:
-        """Send what the worker waits for."""
+        """Send the message that the worker waits for."""
         with self._explained():
             self.connection.send(message)
 
     def report(self) -> tuple[Part, Record | None]:
-        """Return its part, and the record if that is done; raise what made the worker end."""
+        """Return its part, and the record if that is done; raise the error that ended the worker."""
         assert self._order is not None
         with self._explained():
             report = self.connection.recv()
@@ -123,7 +123,7 @@ class _Worker:
         return self._order.part, report
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process immediately."""
         self._process.kill()
 
     def wait(self) -> None:
@@ -133,7 +133,7 @@ class _Worker:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Say which part a worker had that is no more."""
+        """Within the block, turn a lost connection into a ClusterError that names the worker's part."""
         try:
             yield
         except (EOFError, ConnectionResetError, BrokenPipeError) as error:
@@ -149,7 +149,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _threads(tokenizer: Tokenizer, threads: int) -> Iterator[None]:
-    """Within the block, ``tokenizer`` uses so many threads."""
+    """Within the block, set the number of threads of ``tokenizer``."""
     before, tokenizer.threads = tokenizer.threads, threads
     try:
         yield
@@ -159,7 +159,7 @@ def _threads(tokenizer: Tokenizer, threads: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Within the block, a process that starts is deaf to Ctrl-C, which goes to all: its parent ends it."""
+    """Within the block, block SIGINT for new processes: Ctrl-C reaches all of them, and the parent ends its workers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is known of a finished part: a small file that is written last, so that its part is whole where it stands."""
+"""Record of a finished part: a small file that is written last, so that a part with a record is complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPLITS = ("training", "validation")
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRecord:
-    """One split of a part."""
+    """Record of one split of a part."""
 
     shards: list[ShardEntry]
     documents: int
@@ -35,7 +35,7 @@ class SplitRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class PartRecord:
-    """A finished part."""
+    """Record of a finished part."""
 
     splits: dict[str, SplitRecord]
     skipped: dict[str, int]
@@ -49,7 +49,7 @@ class PartRecord:
 
     @property
     def documents(self) -> int:
-        """Documents of all splits."""
+        """Number of documents of all splits."""
         return sum(split.documents for split in self.splits.values())
 
     @property
@@ -63,7 +63,7 @@ class PartRecord:
 
     @classmethod
     def load(cls, folder: Path) -> PartRecord | None:
-        """Return the record of a part's folder; None if there is none, or none that is whole."""
+        """Return the record of a part's folder; None if it is missing or damaged."""
         body = load_record(folder / RECORD_FILE, FORMAT)
         if body is None:
             return None
@@ -73,7 +73,7 @@ class PartRecord:
 
 
 def find_damage(folder: Path, record: PartRecord) -> str | None:
-    """The first file of a finished part that is missing or not what was written; None where all are whole."""
+    """Return the first file of a finished part that is missing or damaged; None if all are intact."""
     files = [(folder / split / entry.file, entry) for split in SPLITS for entry in record.splits[split].shards]
     for path, entry in files:
         if not path.is_file() or path.stat().st_size != entry.bytes or hash_file(path) != entry.xxh3_128:
@@ -88,6 +88,6 @@ def find_damage(folder: Path, record: PartRecord) -> str | None:
 
 
 def _split(fields: dict[str, Any]) -> SplitRecord:
-    """A split from its JSON."""
+    """Return a split from its JSON."""
     shards = [ShardEntry(**entry) for entry in fields.pop("shards")]
     return SplitRecord(shards=shards, **fields)

@@ -1,7 +1,7 @@
-"""The folder beside the output in which a build grows, and from which a killed one goes on.
+"""The folder next to the output in which a build grows, and from which a killed build continues.
 
-``.NAME.partial`` holds a lock, the recipe, ``parts/NNNNN`` and, for the moment before the output appears, ``whole``.
-Where duplicates are looked for, ``signatures/NNNNN`` of the first pass and then ``decisions`` lie there too.
+``.NAME.partial`` holds a lock, the recipe, ``parts/NNNNN`` and, just before the output appears, ``whole``. If
+duplicates are looked for, it also holds ``signatures/NNNNN`` of the first pass and then ``decisions``.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ Recipe = dict[str, Any]
 
 
 def move_shard(path: Path, to: Path) -> None:
-    """Give a shard and its sums another name, each where it is there: an assembly may have ended between the two."""
+    """Rename a shard and its sums, each if it exists: an assembly may have ended between the two."""
     for old, new in ((path.with_name(sums_file(path.name)), to.with_name(sums_file(to.name))), (path, to)):
         if old.exists():
             old.rename(new)
 
 
 def staging_folder(output: Path) -> Path:
-    """Where the build of ``output`` grows."""
+    """Return the staging folder of the build of ``output``."""
     return output.with_name(f".{output.name}.partial")
 
 
 class Staging:
-    """An open, locked staging folder. ``open_staging`` makes it."""
+    """An open, locked staging folder, opened by ``open_staging``."""
 
     def __init__(self, output: Path, lock: int) -> None:
         self.output = output
@@ -70,15 +70,15 @@ class Staging:
         """Handle of the lock: a process that has inherited it keeps the folder closed to other builds."""
 
     def part_folder(self, number: int) -> Path:
-        """Where a part is written."""
+        """Return the folder of a part's shards."""
         return self.folder / _PARTS / f"{number:05d}"
 
     def signatures_folder(self, number: int) -> Path:
-        """Where a part's texts are hashed into."""
+        """Return the folder of a part's text hashes."""
         return self.signatures / f"{number:05d}"
 
     def finished(self, count: int) -> tuple[dict[int, PartRecord], list[str]]:
-        """The records of parts that are whole, by number, and the files of others that are damaged."""
+        """Return the records of intact parts, by number, and the damaged files of others."""
         records: dict[int, PartRecord] = {}
         damaged: list[str] = []
         for number in range(count):
@@ -93,7 +93,7 @@ class Staging:
         return records, damaged
 
     def moves(self, records: list[PartRecord]) -> Iterator[tuple[str, ShardEntry, Path]]:
-        """For every shard of all parts: its split, its entry in the whole, and where its part has it."""
+        """Yield for every shard of all parts its split, its entry in the assembled folder, and its path in its part."""
         for split in SPLITS:
             number = 0
             for part, record in enumerate(records):
@@ -103,30 +103,30 @@ class Staging:
                     number += 1
 
     def split_folder(self, split: str) -> Path:
-        """A split's place in the whole."""
+        """Return the folder of a split within the assembled folder."""
         if split == "training":
             return self.whole
         return self.whole / split
 
     def take_back(self, count: int) -> None:
-        """Undo a putting together that was killed: shards go back to their parts."""
+        """Undo an assembly that was killed: move shards back to their parts."""
         if not self.whole.exists():
             return
         loaded = [PartRecord.load(self.part_folder(number)) for number in range(count)]
         records = [record for record in loaded if record is not None]
-        # It begins when all parts are there; without one of them nothing in it can be trusted.
+        # An assembly begins when all parts are there; if one is missing, its contents cannot be trusted.
         if len(records) == count:
             for split, entry, home in self.moves(records):
                 move_shard(self.split_folder(split) / entry.file, home)
         shutil.rmtree(self.whole)
 
     def publish(self) -> None:
-        """Give the whole the output's name, and remove everything else. An older output goes last."""
+        """Rename the assembled folder to the output, and remove everything else. An older output is removed last."""
         retired = self.output.with_name(f".{self.output.name}.retired")
         for path in self.whole.rglob("*"):
             sync_path(path)
         sync_path(self.whole)
-        # Two renames, and between them no output: a build that is killed there goes on from the parts.
+        # Two renames, and between them no output: a build that is killed there continues from the parts.
         if self.output.exists() and any(self.output.iterdir()):
             shutil.rmtree(retired, ignore_errors=True)
             self.output.rename(retired)
@@ -140,10 +140,10 @@ class Staging:
 def open_staging(
     output: Path, recipe: Recipe, *, count: int, overwrite: bool, say: Callable[[str], None]
 ) -> Iterator[Staging]:
-    """Yield the staging folder of ``output``, locked, with what an earlier build of the same recipe left there.
+    """Yield the staging folder of ``output``, locked, with the remains of an earlier build of the same recipe.
 
-    DataError while another build writes there, or where one of another recipe was left, unless ``overwrite``. After an
-    error the folder stays if a part is finished, and vanishes if none is.
+    Raises DataError if another build writes there, or if one of another recipe left finished parts there, unless
+    ``overwrite``. After an error the folder is kept if a part is finished, and removed otherwise.
     """
     folder = staging_folder(output)
     with explained_writes(output, kept=KEPT):
@@ -168,7 +168,7 @@ def open_staging(
 def remove_leftovers(output: Path) -> None:
     """Remove the staging folder of a build that was killed after its output had appeared."""
     folder = staging_folder(output)
-    # Only what has been emptied: another build may grow there at this moment.
+    # Only if it has been emptied: another build may be running there at this moment.
     if not (folder / _RECIPE).is_file() or (folder / _WHOLE).exists() or any(folder.rglob("*.arrow")):
         return
     if (folder / _SIGNATURES).exists():
@@ -180,11 +180,11 @@ def remove_leftovers(output: Path) -> None:
 
 
 def _settle_recipe(folder: Path, output: Path, recipe: Recipe, *, overwrite: bool, say: Callable[[str], None]) -> None:
-    """Make the folder that of ``recipe``, or raise why it is another's."""
+    """Initialize the folder for ``recipe``; raise DataError if it belongs to another one."""
     content = {"format": FORMAT, **recipe}
     path = folder / _RECIPE
     found = None
-    # Not there after a kill in the first milliseconds.
+    # Missing after a kill in the first milliseconds.
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_bytes())
     if found == content:
@@ -208,20 +208,23 @@ def _settle_recipe(folder: Path, output: Path, recipe: Recipe, *, overwrite: boo
 
 
 def _has_finished_parts(folder: Path) -> bool:
-    """Whether a build has left work there that another one need not do again."""
+    """Return whether a build has left finished work that another one can reuse."""
     records = (f"{_PARTS}/*/{RECORD_FILE}", f"{_SIGNATURES}/*/{SIGNED_FILE}", f"{_DECISIONS}/*")
     return any(any(folder.glob(pattern)) for pattern in records)
 
 
 def _lock(folder: Path, output: Path, patience: float = _LAST_BREATH_SECONDS) -> int:
-    """Handle of the folder's lock, which ends with the processes that hold it; DataError where another build has it."""
+    """Return a handle of the folder's lock; raise DataError if another build has it.
+
+    The lock is released when all processes that hold it have ended.
+    """
     until = time.monotonic() + patience
     while True:
         folder.mkdir(exist_ok=True)
         handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it may have removed the file since we opened it: then it locks nothing.
+            # Its previous holder may have removed the file since we opened it: then it locks nothing.
             if _is_open_at(handle, folder / _LOCK):
                 os.ftruncate(handle, 0)
                 os.write(handle, f"{socket.gethostname()} {os.getpid()}".encode())
@@ -239,7 +242,7 @@ def _lock(folder: Path, output: Path, patience: float = _LAST_BREATH_SECONDS) ->
 
 
 def _is_open_at(handle: int, path: Path) -> bool:
-    """Whether an open file is the one that a path leads to."""
+    """Return whether an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -247,7 +250,7 @@ def _is_open_at(handle: int, path: Path) -> bool:
 
 
 def _has_died(host: str, pid: str) -> bool:
-    """Whether the process that wrote its name into the lock is gone, so that only its workers can hold it."""
+    """Return whether the process named in the lock is gone, so that only its workers can hold it."""
     if host != socket.gethostname() or not pid.isdecimal():
         return False
     try:
@@ -270,9 +273,9 @@ def assemble(
     options: dict[str, Any],
     outcome: Outcome | None = None,
 ) -> None:
-    """Make ``staging.whole`` the shard folder of all parts, in their order. Shards are moved, not copied.
+    """Assemble the shard folder of all parts, in order, in ``staging.whole``. Shards are moved, not copied.
 
-    ``outcome`` is what was found of duplicates, where they were looked for.
+    ``outcome`` is the decision about duplicates, if they were looked for.
     """
     staging.whole.mkdir()
     left_out = LeftOutFile(staging.whole)
@@ -287,7 +290,7 @@ def assemble(
     for split, entry, home in staging.moves(records):
         folder = staging.split_folder(split)
         folder.mkdir(exist_ok=True)
-        # Within one file system: terabytes cost nothing here.
+        # Within one file system, so moving terabytes costs nothing.
         move_shard(home, folder / entry.file)
         entries[split].append(entry)
     for split in SPLITS:
@@ -295,7 +298,7 @@ def assemble(
         if not entries[split]:
             continue
         tokenizer.save(staging.split_folder(split))
-        # The list belongs to the source: it lies once in the folder, beside the training split.
+        # The list belongs to the source: it is stored once, with the training split.
         listed = ""
         duplicates: dict[str, Any] = {}
         if split == "training":
@@ -318,20 +321,20 @@ def assemble(
 
 
 def _copy_duplicates(staging: Staging, outcome: Outcome | None) -> dict[str, Any]:
-    """Put the list of removed duplicates into the whole; what the manifest says of them."""
+    """Copy the list of removed duplicates into the assembled folder; return the manifest's entry about them."""
     if outcome is None:
         return {}
     found: dict[str, Any] = dataclasses.asdict(outcome.counts)
     if DUPLICATES_FILE in outcome.files:
-        # Not moved: an assembly that is killed is undone by removing the whole.
+        # Not moved: a killed assembly is undone by removing the assembled folder.
         shutil.copyfile(staging.decisions / DUPLICATES_FILE, staging.whole / DUPLICATES_FILE)
         found["list"] = outcome.files[DUPLICATES_FILE]
     return found
 
 
 def _sums(records: list[PartRecord], split: str) -> dict[str, Any]:
-    """What the manifest of a split counts, over all parts."""
-    # Sums, and no lists of documents: of a large corpus those would fill the memory.
+    """Return the manifest's counts of a split, over all parts."""
+    # Sums, not lists of documents: for a large corpus those would fill the memory.
     parts = [record.splits[split] for record in records]
     lengths: Counter[str] = Counter()
     for part in parts:

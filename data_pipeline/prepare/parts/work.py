@@ -1,4 +1,4 @@
-"""Encode or sign one part into a folder of its own: the same in this process, in a worker, or on another machine."""
+"""Encoding or signing of one part into its own folder: the same in this process, in a worker, or on another machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CHARACTERS_PER_THREAD = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """How far some work is."""
+    """Progress of some work."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -53,7 +53,7 @@ Advance = Callable[[Advanced], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """How every part is encoded."""
+    """Options for encoding every part."""
 
     read_as: ReadAs
     validation_fraction: float
@@ -77,8 +77,8 @@ def encode_part(
 ) -> PartRecord:
     """Fill ``folder`` with the part's shards and lists, and write its record last.
 
-    ``decision`` says which of its documents stay, and where some of them fall. What a killed worker left there is
-    removed first.
+    ``decision`` sets which of its documents stay, and the split of some of them. Remains of a killed worker are removed
+    first.
     """
     with explained_writes(folder, kept=KEPT):
         shutil.rmtree(folder, ignore_errors=True)
@@ -106,7 +106,7 @@ def encode_part(
             left_out=left_out.close(),
             differences=differences,
         )
-        # The record vouches for every file: they and their names are on the disk before it.
+        # The record validates every file: all files and their names must be on disk before it.
         for path in sorted(folder.rglob("*"), reverse=True):
             sync_path(path)
         record.save(folder)
@@ -115,9 +115,9 @@ def encode_part(
 
 
 def sign_part(part: Part, folder: Path, *, job: Job, advance: Advance) -> SignedRecord:
-    """Fill ``folder`` with what tells the part's texts apart, and write its record last.
+    """Fill ``folder`` with the hashes and signatures of the part's texts, and write its record last.
 
-    What a killed worker left there is removed first. What is left out is not listed: the second pass meets it again.
+    Remains of a killed worker are removed first. Skipped records are not listed: the second pass meets them again.
     """
     with explained_writes(folder, kept=KEPT):
         writer = SignedWriter(folder, job.duplicates)
@@ -129,14 +129,17 @@ def sign_part(part: Part, folder: Path, *, job: Job, advance: Advance) -> Signed
 
 
 class _Chosen:
-    """The documents of a part that stay, and the side of the split of each."""
+    """Documents of a part that stay, and the split of each."""
 
     def __init__(
         self, decision: PartDecision | None, documents: Iterator[Document], *, one_by_one: bool = False
     ) -> None:
-        """``one_by_one``: a document is encoded, as any number of documents, before the next one is asked for."""
+        """Initialize; with ``one_by_one`` each document is fully encoded before the next one is requested.
+
+        It may become any number of encoded documents.
+        """
         self._decision, self._documents, self._one_by_one = decision, documents, one_by_one
-        # Documents are encoded in groups: sides wait here until theirs are done.
+        # Documents are encoded in groups: their splits wait here until they are done.
         self._sides: deque[bool | None] = deque()
 
     def __iter__(self) -> Iterator[Document]:
@@ -150,7 +153,7 @@ class _Chosen:
             yield document
 
     def split(self, text_hash: int, fraction: float) -> str:
-        """Where the next encoded document goes."""
+        """Return the split of the next encoded document."""
         held_out = None
         if self._decision is not None and self._one_by_one:
             held_out = self._sides[-1]
@@ -173,7 +176,7 @@ def _write_documents(
     tokenizer: Tokenizer,
     advance: Advance,
 ) -> tuple[dict[str, int], list[Difference]]:
-    """Encode the part's documents into the splits' writers; inexact documents by split, and the first differences."""
+    """Encode the part's documents into the splits' writers; return inexact counts by split and first differences."""
     inexact: dict[str, int] = dict.fromkeys(SPLITS, 0)
     differences: list[Difference] = []
     text_bytes = 0
@@ -199,14 +202,14 @@ def _write_documents(
 
 
 def group_characters(threads: int) -> int:
-    """How much text is encoded at once: enough to keep the threads busy, and no more memory than that."""
+    """Return the amount of text to encode at once: enough to keep the threads busy, with minimal memory."""
     if threads < 1:
         return GROUP_CHARACTERS
     return min(GROUP_CHARACTERS, _CHARACTERS_PER_THREAD * threads)
 
 
 def explain_inexact(difference: Difference, tokenizer: Tokenizer) -> str:
-    """Why a document is refused, and what keeps every character."""
+    """Return a message about why a document is rejected, and how to keep every character."""
     return (
         f"{difference}: it does not come back exactly from its ids by {tokenizer.path}.\n"
         "Leave --exact out to count such documents, or train a tokenizer with `longctx tokenizer train`, which keeps "
@@ -215,7 +218,7 @@ def explain_inexact(difference: Difference, tokenizer: Tokenizer) -> str:
 
 
 def _split_record(writer: ShardWriter, inexact: int) -> SplitRecord:
-    """What a writer has written."""
+    """Return the record of a writer's shards."""
     return SplitRecord(
         shards=writer.shards,
         documents=writer.num_documents,

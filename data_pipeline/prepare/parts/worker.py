@@ -1,7 +1,7 @@
-"""A worker process: carries out the orders that it is sent, one after the other, until nobody is left to send more.
+"""A worker process: carries out orders one after the other until its parent closes the connection.
 
-A new interpreter and no fork of the parent, which has threads; and not ``multiprocessing``'s spawn, which would run the
-user's script a second time.
+It is a new interpreter, neither a fork of the parent, which has threads, nor a ``multiprocessing`` spawn, which would
+run the user's script a second time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_REPORTS = 0.2
 
 
 def command(handle: int) -> list[str]:
-    """The command line of a worker whose end of the connection is the open file ``handle``."""
+    """Return the command line of a worker; ``handle`` is the open file of its end of the connection."""
     boot = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     boot += "from data_pipeline.prepare.parts.worker import main; main(int(sys.argv[1]))"
     return [sys.executable, "-c", boot, str(handle), json.dumps(sys.path)]
@@ -30,7 +30,7 @@ def main(handle: int) -> None:
     """Work until the other end of the connection is closed."""
     connection = Connection(handle)
     threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
-    # The parent is gone. Half a part has no record and counts for nothing.
+    # The parent is gone. A partial part has no record and is discarded.
     with contextlib.suppress(EOFError, ConnectionError):
         worker = NodeWorker(connection.recv(), _SECONDS_BETWEEN_REPORTS)
         while True:
@@ -39,9 +39,9 @@ def main(handle: int) -> None:
 
 
 def _end_with_parent(handle: int) -> None:
-    """End this process when the parent has closed its end, however it ended."""
+    """End this process when the parent has closed its end, even if the parent was killed."""
     poll = select.poll()
-    # No event is asked for: a closed connection is always told.
+    # No event is requested: a closed connection is always reported.
     poll.register(handle, 0)
     poll.poll()
     os._exit(1)

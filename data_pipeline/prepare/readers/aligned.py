@@ -1,7 +1,7 @@
-"""Pairs that lie in texts: two files with a line for each side, and the catalogues of gettext.
+"""Pairs in text files: two files with a line for each side, or gettext catalogues.
 
-Two files of a folder are sides of pairs if their names differ in their endings alone, and these are the fields: with
-``--source-field en --text-field de`` line n of ``news.de`` is what is written of line n of ``news.en``. The records of
+Two files of a folder are sides of pairs if their names differ only in their endings, and the endings are the fields:
+with ``--source-field en --text-field de`` line n of ``news.de`` is the target of line n of ``news.en``. The records of
 a ``.po`` file have the fields ``msgid`` and ``msgstr``.
 """
 
@@ -27,7 +27,7 @@ _FIELDS = ("msgid", "msgstr")
 
 
 def aligned(files: Sequence[File], fields: Fields) -> list[File]:
-    """The files, texts with two sides told by their names: the other side of a file is no file of its own."""
+    """Return the files with text files matched into pairs by name: the target file is not a file of its own."""
     texts = {file.name: file for file in files if file.format.kind == "text" and not file.format.is_meant}
     targets = set[str]()
     found = []
@@ -45,13 +45,13 @@ def aligned(files: Sequence[File], fields: Fields) -> list[File]:
 
 
 def _stem(file: File, ending: str) -> str | None:
-    """A file's name without this ending; None if it has another one."""
+    """Return a file's name without this ending; None if it has another one."""
     plain = file.name.removesuffix(file.format.compression)
     return plain.removesuffix(f".{ending}") if plain.endswith(f".{ending}") else None
 
 
 def check_lines(source: OpenFile, fields: Fields) -> Skip | None:
-    """Why two files are no pairs: they have other numbers of lines, so that nobody knows which belong together."""
+    """Return a Skip if the two files have different numbers of lines and so cannot be matched; otherwise None."""
     assert source.file.other is not None, "a file of lines has another side"
     with opened(whole(source.file.other)) as target:
         counts = [_count_lines(side.stream) for side in (source, target)]
@@ -69,7 +69,7 @@ def _count_lines(stream: BinaryIO) -> int:
 
 
 def read_lines_of_two(source: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield the pair that lines of one number are; they are numbered from 1."""
+    """Yield the pair of each line number, counted from 1."""
     assert source.file.other is not None, "a file of lines has another side"
     with opened(whole(source.file.other)) as target:
         # Lines were counted before (``check_lines``): a file that has grown since is damaged.
@@ -82,7 +82,7 @@ def read_lines_of_two(source: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield lines without their ends, none longer than a record may be."""
+    """Yield lines without their ends; raise DamageError if one exceeds the maximum record length."""
     rest = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
     while block := stream.read(_READ_BYTES):
         *whole_lines, rest = (rest + block).split(b"\n")
@@ -93,7 +93,7 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def read_catalogue(source: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield the pairs of a catalogue; what nobody has translated, or only a machine has, is left out."""
+    """Yield the pairs of a catalogue; obsolete and fuzzy entries are left out."""
     try:
         import polib
     except ImportError as error:
@@ -103,7 +103,7 @@ def read_catalogue(source: OpenFile, fields: Fields) -> Iterator[Item]:
         yield no_field(source.name, missing, _FIELDS, _FIELDS)
         return
     try:
-        # From a file of our own: a text that is the name of a file would be read as that file.
+        # From our own temporary file: polib would treat a text that is a file's name as that file.
         with tempfile.NamedTemporaryFile(suffix=".po") as copy:
             copy.write(read_bounded(source.stream))
             copy.flush()
@@ -114,13 +114,13 @@ def read_catalogue(source: OpenFile, fields: Fields) -> Iterator[Item]:
         # The library names the line, and our copy.
         said = re.sub(r" in po file \S+", "", str(error))
         raise DamageError(f"it is no catalogue of gettext: {said}") from error
-    # Entries have no line of their own in the file: a name counts them.
+    # Entries have no line number in the file: names count entries.
     for number, entry in enumerate(entries, start=1):
         name = f"{source.name}:{number}"
         if entry.obsolete or entry.fuzzy:
             yield Skip(name, "obsolete" if entry.obsolete else "fuzzy")
             continue
-        # Languages of more forms than two have no second side for the others.
+        # Languages with more than two forms have no source for the others.
         forms = [(entry.msgid, entry.msgstr)]
         if entry.msgid_plural:
             forms = [(entry.msgid, entry.msgstr_plural.get(0)), (entry.msgid_plural, entry.msgstr_plural.get(1))]

@@ -1,9 +1,10 @@
 """An Arrow IPC stream whose messages are checked before Arrow sees them.
 
-A buffer of a batch may be compressed; its first 8 bytes say what it becomes, and Arrow allocates and fills that, for
-each buffer of the batch, before anything of it can be asked for. Where the buffers lie stands in the head of the
-message, a flatbuffer: tables that name their fields by offset (``Message``, ``RecordBatch`` and ``DictionaryBatch`` of
-Arrow's ``Message.fbs``). What cannot be read so cannot be read by Arrow, which verifies it first.
+A buffer of a batch may be compressed; its first 8 bytes give its decompressed size, and Arrow allocates and fills that
+size for each buffer of the batch before any of it can be inspected. The buffers' positions are in the head of the
+message, a flatbuffer: tables that refer to their fields by offset (``Message``, ``RecordBatch`` and ``DictionaryBatch``
+of Arrow's ``Message.fbs``). Heads that cannot be read this way cannot be read by Arrow either, which verifies them
+first.
 """
 
 from __future__ import annotations
@@ -24,24 +25,27 @@ _OLD_COMPRESSION = b"ARROW:experimental_compression"
 
 
 class CheckedMessages(io.RawIOBase):
-    """The bytes of a stream of messages; DamageError for a batch that becomes too much, ArrowInvalid for none."""
+    """Byte stream of checked messages.
+
+    Reading raises DamageError if a batch expands too much, and ArrowInvalid if one is malformed.
+    """
 
     def __init__(self, stream: BinaryIO, most_bytes: int) -> None:
-        """``most_bytes``: no body is longer, nor all dictionaries, whatever the heads say."""
+        """Initialize; neither a body nor all dictionaries together may exceed ``most_bytes``, whatever heads claim."""
         super().__init__()
         self._stream, self._most_bytes = stream, most_bytes
-        # Of the message under way.
+        # Rest of the current message.
         self._parts: list[bytes] = []
-        # Of all dictionary batches, which may each add to the one before.
+        # Of all dictionary batches, which may each extend the previous one.
         self._dictionary_bytes = self._dictionary_stated = 0
         self._is_over = False
 
     def readable(self) -> bool:
-        """True: it can be read."""
+        """Return True: the stream is readable."""
         return True
 
     def read(self, size: int = -1, /) -> bytes:
-        """Return the next bytes, as many as asked for if there are."""
+        """Return the next ``size`` bytes, or fewer at the end."""
         found: list[bytes] = []
         while size > 0:
             if not self._parts and not self._is_over:
@@ -52,13 +56,13 @@ class CheckedMessages(io.RawIOBase):
             part = self._parts.pop(0)
             if len(part) > size:
                 self._parts.insert(0, part[size:])
-            # Arrow asks for a part as it is: no body is copied.
+            # Arrow requests exactly one part at a time: no body is copied.
             found.append(part[:size])
             size -= len(found[-1])
         return found[0] if len(found) == 1 else b"".join(found)
 
     def _message(self) -> tuple[bytes, ...]:
-        """Return the next message's length, head and body; behind the last one nothing is looked at."""
+        """Return the next message's length, head and body; bytes after the last message are not checked."""
         begin = self._stream.read(4)
         if begin == _CONTINUATION:
             begin += self._stream.read(4)
@@ -90,7 +94,7 @@ class CheckedMessages(io.RawIOBase):
 
 
 def _stated(body: bytes, offset: int, length: int) -> int:
-    """Return what a compressed buffer says that it becomes."""
+    """Return the decompressed size that a compressed buffer states."""
     if length <= 0 or not 0 <= offset <= len(body) - 8:
         return 0
     (size,) = struct.unpack_from("<q", body, offset)
@@ -98,7 +102,7 @@ def _stated(body: bytes, offset: int, length: int) -> int:
 
 
 def _bodies(head: bytes) -> tuple[int, list[tuple[int, int]], bool]:
-    """Return the length of a message's body, where in it compressed buffers lie, and whether it is a dictionary."""
+    """Return a message's body length, the positions of its compressed buffers, and whether it is a dictionary."""
     message = _Table(head, _number(head, "<I", 0))
     num_bytes, kind = message.number("<q", 3), message.number("<B", 1)
     if num_bytes < 0:
@@ -114,7 +118,7 @@ def _bodies(head: bytes) -> tuple[int, list[tuple[int, int]], bool]:
 
 
 class _Table:
-    """A table of a flatbuffer: before it lies where its fields are."""
+    """A table of a flatbuffer, preceded by the positions of its fields."""
 
     def __init__(self, content: bytes, at: int) -> None:
         self._content, self._at = content, at
@@ -122,17 +126,17 @@ class _Table:
         self._size = _number(content, "<H", self._fields)
 
     def number(self, form: str, field: int) -> int:
-        """Return a number; 0 where it is left out."""
+        """Return a number; 0 if it is omitted."""
         place = self._place(field)
         return _number(self._content, form, place) if place else 0
 
     def table(self, field: int) -> _Table | None:
-        """Return the table in a field, if there is one."""
+        """Return the table in a field; None if it is omitted."""
         place = self._place(field)
         return _Table(self._content, place + _number(self._content, "<I", place)) if place else None
 
     def pairs(self, field: int) -> list[tuple[int, int]]:
-        """Return a vector of pairs of whole numbers."""
+        """Return a vector of pairs of integers."""
         place = self._place(field)
         if not place:
             return []
@@ -143,7 +147,7 @@ class _Table:
         return list(struct.iter_unpack("<qq", self._content[begin + 4 : end]))  # type: ignore[arg-type]
 
     def _place(self, field: int) -> int:
-        """Return where a field lies; 0 where it is left out."""
+        """Return the position of a field; 0 if it is omitted."""
         entry = 4 + 2 * field
         if entry + 2 > self._size:
             return 0
@@ -152,7 +156,7 @@ class _Table:
 
 
 def _number(content: bytes, form: str, at: int) -> Any:
-    """Return the number at a place; struct.error beyond the content."""
+    """Return the number at a position; raise struct.error beyond the content, ValueError before it."""
     # Python would count it from the end.
     if at < 0:
         raise ValueError("a place before the beginning")

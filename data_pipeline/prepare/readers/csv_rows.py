@@ -1,8 +1,8 @@
 """Comma- and tab-separated values: a row is one document, its columns named by the first row.
 
-Python's own reader and not Arrow's, whose rows must fit into a block of fixed size: a cell here may be a whole book. It
-reads commas alone: a row of TSV is a line, and a quote in it a character like any other. As CSV it would swallow the
-rows up to the next quote, without a word.
+Uses Python's reader, not Arrow's, whose rows must fit into a block of fixed size: a cell here may be a full book.
+Python's reader is used for commas only: a row of TSV is a line, and a quote in it is an ordinary character. Read as
+CSV, a quote would silently swallow the rows up to the next quote.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from data_pipeline.prepare.readers.records import (
     no_field,
 )
 
-# The module has one limit for the whole process; its 128 KiB would refuse long documents.
+# The module has one limit for the entire process; its 128 KiB would reject long documents.
 csv.field_size_limit(MAX_RECORD_BYTES)
 
 
 def read_csv(opened: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield the document of each row, separated by commas; a cell may hold newlines in double quotes."""
+    """Yield the document of each comma-separated row; a cell may hold newlines in double quotes."""
     spans = _Spans()
     try:
         yield from _read(opened, fields, _csv_rows(_lines(opened, ""), spans), "CSV")
@@ -40,17 +40,17 @@ def read_csv(opened: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def read_tsv(opened: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield the document of each row, separated by tabs; nothing stands for a tab or a newline in a cell."""
+    """Yield the document of each tab-separated row; a tab or newline in a cell cannot be escaped."""
     yield from _read(opened, fields, _tsv_rows(opened), "TSV")
 
 
 def columns_of_csv(opened: OpenFile) -> list[str]:
-    """Return the names of the columns, separated by commas; none if the first row has none."""
+    """Return the names of the comma-separated columns; empty if the first row has none."""
     return _header(_csv_rows(_lines(opened, ""), _Spans()))
 
 
 def columns_of_tsv(opened: OpenFile) -> list[str]:
-    """Return the names of the columns, separated by tabs."""
+    """Return the names of the tab-separated columns."""
     return _header(_tsv_rows(opened))
 
 
@@ -62,9 +62,9 @@ def _header(rows: Iterator[list[str] | str]) -> list[str]:
 
 
 def _read(opened: OpenFile, fields: Fields, rows: Iterable[list[str] | str], kind: str) -> Iterator[Item]:
-    """Yield one document a row, numbered from 0. A row that is a string is what is wrong with it.
+    """Yield one document a row, numbered from 0. A row that is a string is the description of a fault.
 
-    Of a conversation a cell holds the JSON, as a table of strings has it.
+    For conversations a cell holds JSON, as in a table of strings.
     """
     header, column = None, 0
     # The header has no number.
@@ -91,7 +91,7 @@ def _read(opened: OpenFile, fields: Fields, rows: Iterable[list[str] | str], kin
 
 @dataclass
 class _Spans:
-    """Rows that span lines, as they are counted: they may be meant so, or begin with a quote that is never closed."""
+    """Counts of rows that span lines: they may be intended, or begin with a quote that is never closed."""
 
     rows: int = -1
     """All rows below the header."""
@@ -110,21 +110,22 @@ class _Spans:
             self.longest = max(self.longest, (first, last), key=lambda lines: lines[1] - lines[0])
 
     def note(self, name: str) -> Iterator[Skip]:
-        """Yield what there is to say of a file; the rows are documents all the same."""
+        """Yield a note if a file has rows that span lines; the rows are documents all the same."""
         if self.spanning:
             detail = f"{self.spanning:,} of {self.rows:,} rows span {self.lines:,} lines; the longest is lines "
             yield Skip(name, "used, with rows of several lines", f"{detail}{self.longest[0]:,} to {self.longest[1]:,}")
 
 
 def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
-    """Yield the cells of each row, or what is wrong with it."""
+    """Yield the cells of each row, or the description of its fault."""
     length = cells = quotes = 0
 
     def measured() -> Iterator[str]:
         nonlocal length, cells, quotes
         for line in lines:
             length += len(line)
-            # Every second part stands in quotes, from a line before on too; two quotes for one change nothing.
+            # Every second part is in quotes, even if they began on a previous line; doubled quotes cancel
+            # out.
             parts = line.split('"')
             cells += sum(part.count(",") for part in parts[quotes % 2 :: 2])
             quotes += len(parts) - 1
@@ -132,7 +133,7 @@ def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
             check_cells(cells)
             yield line
 
-    # strict: a quote out of its place would otherwise vanish, or swallow rows, without a word.
+    # strict: otherwise a misplaced quote would silently vanish, or swallow rows.
     rows = csv.reader(measured(), strict=True)
     while True:
         length = cells = quotes = 0
@@ -144,14 +145,14 @@ def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
         except csv.Error as error:
             yield f"{rows.line_num - first + 1:,} lines, {first:,} to {rows.line_num:,}: {error}"
             continue
-        # A blank line is no row.
+        # A blank line is not a row.
         if row:
             spans.add(first, rows.line_num)
             yield row
 
 
 def _tsv_rows(opened: OpenFile) -> Iterator[list[str]]:
-    """Yield the cells of each line that has any."""
+    """Yield the cells of each nonempty line."""
     for line in _lines(opened, "\n"):
         line = line.removesuffix("\n").removesuffix("\r")
         if line:
@@ -165,14 +166,14 @@ def _tsv_cells(line: str) -> list[str]:
 
 
 def _lines(opened: OpenFile, newline: str) -> Iterator[str]:
-    """Yield lines with their ends, none longer than a record may be."""
-    # Bytes that are not UTF-8 become lone surrogates, so that they cost their own row alone.
+    """Yield lines with their ends; raise DamageError if one exceeds the maximum record length."""
+    # Bytes that are not UTF-8 become lone surrogates, so that they invalidate only their own row.
     text = io.TextIOWrapper(opened.stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
     try:
         while line := text.readline(MAX_RECORD_BYTES + 1):
             check_length(len(line))
             yield line
     finally:
-        # Else it closes the file, which is still asked how far it was read.
+        # Otherwise it closes the file, whose position is still needed.
         if not opened.stream.closed:
             text.detach()

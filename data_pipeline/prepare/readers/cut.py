@@ -1,4 +1,4 @@
-"""Where a large file can be cut into pieces of whole records, found while its checksum is read."""
+"""Cuts of a large file into pieces of complete records, found while its checksum is computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _READ_BYTES = 1 << 22
 
 
 def hash_and_cut(file: File, cut_bytes: int) -> tuple[str, list[Piece]]:
-    """xxh3_128 of a file, and its pieces: several for large plain JSON Lines and Parquet, else the whole; OSError."""
+    """Return the xxh3_128 of a file and its pieces: several for large plain JSON Lines and Parquet, otherwise one.
+
+    Raises OSError if the file cannot be read.
+    """
     digest = xxhash.xxh3_128()
     is_lines = file.format.kind == "lines" and not file.format.compression
     lines = None
@@ -39,7 +42,7 @@ def hash_and_cut(file: File, cut_bytes: int) -> tuple[str, list[Piece]]:
 
 
 class _LineCuts:
-    """Looks for the ends of lines at which a file is cut, as its bytes go by."""
+    """Finder of the line ends at which a file is cut, fed with its bytes."""
 
     def __init__(self, cut_bytes: int) -> None:
         self.cuts: list[tuple[int, int]] = []
@@ -49,9 +52,9 @@ class _LineCuts:
         self._due = cut_bytes
 
     def add(self, block: bytes) -> None:
-        """Look at the next bytes of the file."""
+        """Process the next bytes of the file."""
         counted = 0
-        # The first end of a line that leaves at least cut_bytes on its left.
+        # The first line end that leaves at least cut_bytes on its left.
         while (newline := block.find(b"\n", max(0, self._due - 1 - self._at))) >= 0:
             stop = newline + 1
             self._lines += block.count(b"\n", counted, stop)
@@ -63,7 +66,7 @@ class _LineCuts:
 
 
 def _line_pieces(file: File, cuts: list[tuple[int, int]]) -> list[Piece]:
-    """The file between these cuts."""
+    """Return the pieces of the file between these cuts."""
     ends = [cut for cut in cuts if cut[0] < file.size]
     edges = [(0, 0), *ends, (file.size, 0)]
     return [
@@ -73,10 +76,10 @@ def _line_pieces(file: File, cuts: list[tuple[int, int]]) -> list[Piece]:
 
 
 def _group_pieces(file: File, cut_bytes: int) -> list[Piece]:
-    """A Parquet file as runs of whole row groups; nothing where its footer cannot be read, which the reader says."""
+    """Return a Parquet file as runs of row groups; empty if its footer is damaged, which the reader reports."""
     try:
         with file.path.open("rb") as raw:
-            # Nothing but the footer is read.
+            # Only the footer is read.
             table = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
             groups = range(table.num_row_groups)
             sizes = [_compressed_bytes(table, group) for group in groups]
@@ -98,5 +101,5 @@ def _group_pieces(file: File, cut_bytes: int) -> list[Piece]:
 
 
 def _compressed_bytes(table: pq.ParquetFile, group: int) -> int:
-    """Bytes on disk of all columns of a row group."""
+    """Return the bytes on disk of all columns of a row group."""
     return sum(column.total_compressed_size for column in described_columns(table, group, range(len(table.schema))))

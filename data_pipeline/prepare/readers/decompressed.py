@@ -1,9 +1,9 @@
-"""A compressed file as one stream of bytes: all its frames one after the other, and every byte before damage.
+"""A compressed file as one stream of bytes: all its frames in order, and every byte before damage.
 
-Python's own streams end in silence behind the first stream of an ``.xz`` or ``.bz2`` that padding or anything else
-follows; and if they meet damage, what they had decompressed since the last call is lost. zstandard's ends a file that
-was cut in silence, and Arrow's refuses zstd windows above 128 MiB (``zstd --long=31``). So here frames are taken one by
-one for all four: a frame is a gzip member, a bzip2 or xz stream or a zstd frame, skippable ones too.
+Python's own streams end silently after the first stream of an ``.xz`` or ``.bz2`` that is followed by padding or
+anything else; and at damage they lose the bytes decompressed since the last call. zstandard's stream ends a truncated
+file silently, and Arrow's rejects zstd windows above 128 MiB (``zstd --long=31``). So frames are decompressed one by
+one here for all four formats: a frame is a gzip member, a bzip2 or xz stream or a zstd frame, including skippable ones.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ _ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
 class _Frame(Protocol):
-    """One frame under way."""
+    """One frame being decompressed."""
 
     @property
     def eof(self) -> bool:
-        """Whether it has come to its end."""
+        """True if the frame has ended."""
         ...
 
     @property
     def unused_data(self) -> bytes:
-        """What was given to it beyond its end."""
+        """Input bytes beyond the frame's end."""
         ...
 
     def decompress(self, data: bytes, /) -> bytes:
-        """All that can be decompressed by now."""
+        """Return all bytes that can be decompressed so far."""
         ...
 
 
 class Decompressed(io.BufferedIOBase):
-    """The decompressed bytes of a file. Reading raises DamageError once all that stands before the damage was read."""
+    """The decompressed bytes of a file. Reading raises DamageError once all bytes before the damage were read."""
 
     def __init__(self, raw: BinaryIO, compression: str) -> None:
-        """``raw`` is at its beginning."""
+        """Initialize the stream; ``raw`` must be at its beginning."""
         self._raw, self._compression = raw, compression
         self._input = b""
         self._output = memoryview(b"")
         self._damage: DamageError | None = None
         self._frame: _Frame | None = None
-        # Bytes on disk: of what was decompressed, and before the frame under way.
+        # Bytes on disk: consumed so far, and before the current frame.
         self._at = self._frame_at = 0
         self._frames = self._padding = 0
-        # Bytes that the frame under way has given, and all frames.
+        # Bytes output by the current frame, and by all frames.
         self._given = self._total = 0
-        # Whether the frame has more to give before it needs input.
+        # True if the frame has more output before it needs input.
         self._is_full = False
 
     def readable(self) -> bool:
-        """True: it can be read."""
+        """Return True: the stream is readable."""
         return True
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes; fewer than asked for before the end or damage, which the next call then raises."""
+        """Return the next bytes; fewer than ``size`` before the end or before damage, which the next call raises."""
         left = sys.maxsize
         if size is not None and size >= 0:
             left = size
@@ -89,13 +89,13 @@ class Decompressed(io.BufferedIOBase):
         return b"".join(found)
 
     def read1(self, size: int = -1, /) -> bytes:
-        """Return the next bytes, at most so many, as readers of text ask for them."""
+        """Return up to ``size`` bytes, as text readers request them."""
         if size < 0:
             size = _TEXT_BYTES
         return self.read(size)
 
     def head(self, count: int) -> bytes:
-        """Return the next bytes and leave them to be read."""
+        """Return the next bytes without consuming them."""
         found = b""
         if self._output or self._fill():
             found = self.read(count)
@@ -103,7 +103,7 @@ class Decompressed(io.BufferedIOBase):
         return found
 
     def _fill(self) -> bool:
-        """Decompress more; False at the end, and where damage is all that follows."""
+        """Decompress more; return False at the end, or if only damage follows."""
         if self._damage is None:
             try:
                 self._output = memoryview(self._next())
@@ -113,7 +113,7 @@ class Decompressed(io.BufferedIOBase):
         return bool(self._output)
 
     def _next(self) -> bytes:
-        """Return what the next pieces of the file give; nothing at its end."""
+        """Return the output of the next pieces of the file; empty at its end."""
         output = b""
         while not output:
             if not self._is_full:
@@ -128,9 +128,9 @@ class Decompressed(io.BufferedIOBase):
         return output
 
     def _pass_padding(self) -> None:
-        """Begin the next frame, unless there is more padding."""
+        """Skip padding and begin the next frame, if there is one."""
         rest = self._input
-        # Before the first frame it would be no padding.
+        # Zero bytes before the first frame are not padding.
         if self._frames and _PADDING[self._compression]:
             rest = rest.lstrip(b"\0")
         skipped = len(self._input) - len(rest)
@@ -141,7 +141,7 @@ class Decompressed(io.BufferedIOBase):
             self._frame_at, self._padding, self._given = self._at, 0, 0
 
     def _decompress(self, frame: _Frame) -> bytes:
-        """Return what the frame makes of the input; DamageError where that is none of it."""
+        """Return the frame's output for the input; raise DamageError if the input is invalid."""
         try:
             output, self._is_full = _some(frame, self._input)
         except _ERRORS as error:
@@ -158,16 +158,16 @@ class Decompressed(io.BufferedIOBase):
             self._frames += 1
             self._frame = None
         if self._total > allowance(self._at):
-            # What it has given is all that is used of it.
+            # Keep its output so far, and nothing after it.
             self._frame = None
             check_expansion(self._total, self._at)
         return output
 
     def _before_damage(self) -> bytes:
-        """Return what the frame under way gives beyond what it has given, up to the byte where it fails."""
+        """Return the rest of the current frame's output, up to the byte at which it fails."""
         if self._frame is None:
             return b""
-        # A call that fails keeps what it has decompressed: the frame is begun anew, and fails at a byte of its own.
+        # A failing call discards its output: decompress the frame again, so that it fails at an exact byte.
         frame, output, position = _new_frame(self._compression, is_first=not self._frames), [], self._raw.tell()
         self._raw.seek(self._frame_at)
         fine, left, is_full = self._at - self._frame_at, self._given, False
@@ -193,7 +193,7 @@ class Decompressed(io.BufferedIOBase):
         self._check_padding()
 
     def _check_padding(self) -> None:
-        """Raise DamageError for padding that is not as long as any may be."""
+        """Raise DamageError if padding has an invalid length."""
         if self._padding and self._padding % _PADDING[self._compression]:
             raise DamageError(f"its {self._padding} zero bytes of padding are no multiple of 4")
 
@@ -205,15 +205,15 @@ def _new_frame(compression: str, *, is_first: bool) -> _Frame:
     if compression == ".bz2":
         return bz2.BZ2Decompressor()
     if compression == ".xz":
-        # The older .lzma has one stream and no sign to know it by: anything might pass for another one.
+        # The older .lzma has one stream and no magic number: anything might pass for another one.
         return lzma.LZMADecompressor(lzma.FORMAT_AUTO if is_first else lzma.FORMAT_XZ)
     return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
 
 def _some(frame: _Frame, data: bytes) -> tuple[bytes, bool]:
-    """Return what a frame makes of more input, and whether there is more to come of it without any."""
+    """Return a frame's output for more input, and whether it has more output without further input."""
     if not isinstance(frame, bz2.BZ2Decompressor | lzma.LZMADecompressor):
         return frame.decompress(data), False
     output = frame.decompress(data, _OUTPUT_BYTES)
-    # bzip2 asks for input as soon as it has none, and may hold megabytes.
+    # bzip2 asks for input as soon as it has none, and may still hold megabytes.
     return output, not frame.eof and (len(output) == _OUTPUT_BYTES or not frame.needs_input)

@@ -1,4 +1,4 @@
-"""JSON Lines, and ``.json`` files: an array of objects, objects one after the other, or lines; in bounded memory."""
+"""JSON Lines, and ``.json`` files: an array of objects, consecutive objects, or lines; in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def read_lines(opened: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def records_in_lines(opened: OpenFile, begun: bytes = b"") -> Iterator[Record | Skip]:
-    """Yield the value of each line, or why there is none; blank lines are ignored.
+    """Yield the value of each line, or a Skip with the reason there is none; blank lines are ignored.
 
-    ``begun`` is what was already read of the stream.
+    ``begun`` holds the bytes already read from the stream.
     """
     for number, line in enumerate(_lines(opened.stream, begun), start=opened.piece.first + 1):
         if line.strip():
@@ -53,7 +53,7 @@ def _lines(stream: BinaryIO, begun: bytes) -> Iterator[bytes]:
 
 
 def _record(line: bytes, name: str) -> Record | Skip:
-    """The value of one line."""
+    """Return the value of one line."""
     # utf-8-sig: the first line may begin with a byte-order mark.
     try:
         text = line.decode("utf-8-sig")
@@ -69,7 +69,7 @@ def _record(line: bytes, name: str) -> Record | Skip:
 _DECODER = json.JSONDecoder()
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _SPACE = re.compile(r"[ \t\r\n]*")
-# A literal, number or escape that the end of the buffer cuts is shorter.
+# A literal, number or escape cut by the end of the buffer is shorter.
 _LONGEST_SCALAR_ERROR = 16
 
 
@@ -79,7 +79,7 @@ def read_json(opened: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def records_in_json(opened: OpenFile) -> Iterator[Record | Skip]:
-    """Yield each array element, value or line, whichever the file's beginning shows."""
+    """Yield each array element, value or line, depending on the file's beginning."""
     begun, is_lines = _begin(opened.stream)
     if is_lines:
         yield from records_in_lines(opened, begun)
@@ -89,22 +89,22 @@ def records_in_json(opened: OpenFile) -> Iterator[Record | Skip]:
 
 
 def _begin(stream: BinaryIO) -> tuple[bytes, bool]:
-    """The beginning of the file, and whether it is JSON Lines."""
+    """Return the beginning of the file, and whether it is JSON Lines."""
     begun = stream.read(_PIECE_BYTES)
     while True:
         content = begun.removeprefix(_BYTE_ORDER_MARK).lstrip()
-        # An array may be all of the file in one line: no line is waited for.
+        # An array may be the entire file in one line: do not wait for a line end.
         if content[:1] == b"[":
             return begun, False
         line, newline, _ = content.partition(b"\n")
-        # More is read only while the first line has not ended, as much again as there is.
+        # Read more only while the first line has not ended, doubling each time.
         piece = b""
         if not newline:
             check_length(len(begun))
             try:
                 piece = stream.read(max(_PIECE_BYTES, len(begun)))
             except DamageError:
-                # Which the next reading meets again: before it there may be whole values in the line.
+                # The next read raises it again: the line may hold complete values before it.
                 return begun, False
         if not piece:
             # An object that spans lines begins with "{", or with fields that a comma ends.
@@ -113,7 +113,7 @@ def _begin(stream: BinaryIO) -> tuple[bytes, bool]:
 
 
 def _values(buffer: _Buffer) -> Iterator[Any]:
-    """Yield the elements of the array, or the values that stand one after the other."""
+    """Yield the elements of the array, or the consecutive values."""
     if buffer.next_character() != "[":
         while buffer.next_character():
             yield buffer.take_value()
@@ -136,7 +136,7 @@ def _values(buffer: _Buffer) -> Iterator[Any]:
 
 
 class _Buffer:
-    """The part of the text that is being parsed. Bytes that are not UTF-8 become lone surrogates."""
+    """The part of the text being parsed. Bytes that are not UTF-8 become lone surrogates."""
 
     def __init__(self, stream: BinaryIO, begun: bytes) -> None:
         self._stream = stream
@@ -145,7 +145,7 @@ class _Buffer:
         self._at = 0
 
     def next_character(self) -> str:
-        """The next character that is no space, not yet taken; empty at the end."""
+        """Return the next non-space character without consuming it; empty at the end."""
         while True:
             spaces = _SPACE.match(self._text, self._at)
             assert spaces is not None
@@ -154,11 +154,11 @@ class _Buffer:
                 return self._text[self._at : self._at + 1]
 
     def skip_character(self) -> None:
-        """Take one character."""
+        """Consume one character."""
         self._at += 1
 
     def take_value(self) -> Any:
-        """Take the next value; DamageError where it is not JSON."""
+        """Consume and return the next value; raise DamageError if it is not JSON."""
         self.next_character()
         while True:
             try:
@@ -169,28 +169,28 @@ class _Buffer:
                 raise DamageError(f"not JSON ({error.msg})") from error
             except (ValueError, RecursionError) as error:
                 raise DamageError(f"not JSON ({error})") from error
-            # A number that ends with the buffer may go on behind it; whatever else has ended is whole.
+            # A number that ends with the buffer may continue after it; any other value is complete.
             if isinstance(value, int | float) and end == len(self._text) and self._fill():
                 continue
             self._at = end
             return value
 
     def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
-        """Whether the error may come from the end of the buffer, and not from the text."""
+        """Return whether the error may be due to the end of the buffer rather than the text."""
         return error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _LONGEST_SCALAR_ERROR
 
     def _fill(self) -> bool:
-        """Read on; False at the end of the file."""
+        """Read more text; return False at the end of the file."""
         rest = self._text[self._at :]
         check_length(len(rest))
         check_values(rest)
         more, values, left = [rest], 0, max(_PIECE_BYTES, len(rest))
-        # As much again as there is: a long value is then parsed anew only a few times. But not if that is all values.
+        # Double the text, so that a long value is reparsed only a few times; but not if that has too many values.
         while left > 0 and values < MOST_VALUES:
             try:
                 piece = self._stream.read(_PIECE_BYTES)
             except DamageError:
-                # Which the next reading meets again: what stands before it comes first.
+                # The next read raises it again: the text before it comes first.
                 if len(more) > 1:
                     break
                 raise

@@ -1,4 +1,4 @@
-"""What a file's records are, by its columns or its first records: texts, conversations, or something else."""
+"""Detection of a file's record type from its columns or first records: texts, conversations, or something else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIST = "[]"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a file's records are; of a file that cannot be read nothing is known."""
+    """Record type of a file; all fields are empty if the file cannot be read."""
 
     has_text: bool = False
     """Whether there is a text in the text field."""
@@ -35,7 +35,7 @@ class Look:
 
 
 def look(file: File, text_field: str) -> Look:
-    """Return what a file's records are by its columns, or by the first record that is a text or a conversation.
+    """Return a file's record type, from its columns or from the first record that is a text or a conversation.
 
     Not for plain texts, which have no records.
     """
@@ -43,12 +43,12 @@ def look(file: File, text_field: str) -> Look:
         with opened(whole(file)) as source:
             return _LOOKS[file.format.kind](source, text_field)
     except DAMAGE:
-        # The check that follows says why.
+        # The check that follows reports the reason.
         return Look()
 
 
 def is_plain_text(file: File, text_field: str) -> bool:
-    """Return whether a file that no ending tells from a text is one, and not JSON or binary; in a store it may be."""
+    """Return whether a file without a known ending is plain text, not JSON or binary; True for files in a store."""
     if isinstance(file.path, ObjectPath):
         return True
     try:
@@ -83,7 +83,7 @@ def _look_at_arrow(source: OpenFile, text_field: str) -> Look:
 
 
 def _first(entries: Iterable[Record | Skip], text_field: str) -> Look:
-    """Return what the first record is that says it."""
+    """Return the type of the first record that shows one."""
     for entry in itertools.islice(entries, CHECKED_RECORDS):
         if isinstance(entry, Skip) or not isinstance(entry.value, dict):
             continue

@@ -1,7 +1,7 @@
-"""Rows of a table as records: which columns a conversation takes, and how much of a row becomes Python's values.
+"""Rows of a table as records: the columns that a conversation needs, and the size of a row as Python values.
 
-Lists, structs and dictionaries name one text in kilobytes any number of times, and each time is a value of its own for
-Python. So the rows are measured as Arrow has them, before any value is made.
+Lists, structs and dictionaries can refer to one text any number of times within kilobytes, and each reference becomes a
+separate Python value. So rows are measured in Arrow before any value is created.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def columns_of(schema: pa.Schema, fields: Fields) -> list[str]:
     """Return the names of the columns that documents are made of."""
     if fields.kind in ("text", PAIRS):
         return list(fields.names)
-    # A column that is there twice is refused by name, if it is one that has to be there.
+    # A duplicated column is rejected by name if it is a required one.
     beside = tuple(name for name in _BESIDE if schema.names.count(name) == 1)
     return list(fields.names + beside)
 
 
 def find_odd(schema: pa.Schema, fields: Fields) -> str:
-    """Return what is wrong with the columns of conversations; "" if they can be read."""
+    """Return the problem with the columns of conversations; "" if they can be read."""
     for name in columns_of(schema, fields):
         if schema.names.count(name) != 1:
             return f"there are several columns {name!r}"
@@ -62,11 +62,11 @@ def find_odd(schema: pa.Schema, fields: Fields) -> str:
 
 
 def records_in(batch: pa.RecordBatch, piece: Piece, first: int) -> Iterator[Record | Skip]:
-    """Yield the rows of a batch as records. DamageError for a row that becomes too much."""
+    """Yield the rows of a batch as records; raise DamageError if a row expands too much."""
     rows: list[dict[str, Any]] = []
     values, num_bytes = _measure(batch.columns)
     if values <= _VALUES_TOGETHER and num_bytes <= _BYTES_TOGETHER:
-        # What cannot be read is left out row by row.
+        # Unreadable values are skipped row by row below.
         with contextlib.suppress(*_NO_VALUES):
             rows = batch.to_pylist()
     for number in range(len(batch)):
@@ -78,7 +78,7 @@ def records_in(batch: pa.RecordBatch, piece: Piece, first: int) -> Iterator[Reco
 
 
 def _record(row: pa.RecordBatch, name: str, piece: Piece) -> Record | Skip:
-    """Return one row as a record, or why it is none; DamageError if it becomes too much."""
+    """Return one row as a record, or a Skip with the reason it is none; raise DamageError if it expands too much."""
     values, num_bytes = _measure(row.columns)
     check_cells(values)
     check_length(num_bytes)
@@ -92,12 +92,12 @@ def _record(row: pa.RecordBatch, name: str, piece: Piece) -> Record | Skip:
 
 
 def _present(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose values have no nulls within."""
+    """Return a row with null-valued keys dropped inside its values."""
     return {name: copied(value, nulls=False) for name, value in row.items()}
 
 
 def as_bytes(column: pa.Array) -> pa.Array:
-    """The same column without the claim that it is UTF-8, which then costs no more than the rows that are not."""
+    """Return the column with UTF-8 types replaced by binary ones, so that only the rows that are not UTF-8 are lost."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return pa.DictionaryArray.from_arrays(column.indices, as_bytes(column.dictionary), safe=False)
@@ -117,15 +117,15 @@ def as_bytes(column: pa.Array) -> pa.Array:
 
 
 def _rebuilt(column: pa.Array, kind: pa.DataType, parts: Sequence[pa.Array]) -> pa.Array:
-    """The same list or struct around other parts."""
-    # Not by a view of the whole, which Arrow gets wrong if a part has the type of nulls.
+    """Return a list or struct with the same structure as ``column`` and other children."""
+    # Not by a view of the column, which Arrow gets wrong if a child has the null type.
     assert not column.offset, "a column of a file begins with its buffers"
     own = column.buffers()[: 1 if pa.types.is_struct(kind) else 2]
     return pa.Array.from_buffers(kind, len(column), own, children=list(parts))
 
 
 def _is_plain(kind: pa.DataType, depth: int) -> bool:
-    """Return whether values of a type are measured below: no unions, runs, views of lists or types of others."""
+    """Return whether ``_measure`` supports a type: no unions, run-end encoding, list views or extension types."""
     if not depth:
         return False
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -138,10 +138,10 @@ def _is_plain(kind: pa.DataType, depth: int) -> bool:
 
 
 def _measure(columns: list[pa.Array]) -> tuple[int, int]:
-    """Return how many values columns hold, with lists and structs, and how many bytes they become."""
+    """Return the number of values in columns, including lists and structs, and the bytes that they expand to."""
     values = num_bytes = 0
     left = list(columns)
-    # Not by recursion: a schema may nest as deep as it likes.
+    # Iterative: a schema may nest arbitrarily deep.
     while left:
         column = left.pop()
         values += len(column)
@@ -149,7 +149,7 @@ def _measure(columns: list[pa.Array]) -> tuple[int, int]:
         if pa.types.is_dictionary(kind):
             num_bytes += _named_bytes(column)
         elif pa.types.is_nested(kind):
-            # Of a list its values, of a struct its fields: of these rows alone.
+            # The values of a list or the fields of a struct, only of these rows.
             inner = column.flatten()
             if isinstance(inner, pa.Array):
                 inner = [inner]
@@ -162,17 +162,17 @@ def _measure(columns: list[pa.Array]) -> tuple[int, int]:
 
 
 def _named_bytes(column: pa.DictionaryArray) -> int:
-    """Return how long the texts are together that a column names in its dictionary, each as often as it is named."""
+    """Return the total length of the texts of a dictionary column, each counted as often as it is referenced."""
     counted = column.indices.drop_null().value_counts()
-    # Of the dictionary only what is named: a row would else take as long as all of it.
+    # Only the referenced entries: otherwise a single row would take as long as the full dictionary.
     named = as_bytes(column.dictionary).take(counted.field(0))
     lengths = pc.call_function("binary_length", [named]).to_numpy(zero_copy_only=False).astype(np.int64)
     return int(lengths @ counted.field(1).to_numpy())
 
 
 def _viewed_bytes(column: pa.Array) -> int:
-    """Return how long the texts of a column of views are together: many may look at the same bytes."""
-    # A view is 16 bytes, the length in the first four. Arrow has no function for it.
+    """Return the total length of the texts of a column of views: many views may share the same bytes."""
+    # A view is 16 bytes, with the length in the first four. Arrow has no function for it.
     views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, 4)
     lengths = views[column.offset : column.offset + len(column), 0].astype(np.int64)
     return int(lengths[column.is_valid().to_numpy(zero_copy_only=False)].sum())

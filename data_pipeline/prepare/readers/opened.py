@@ -1,4 +1,4 @@
-"""An open file as its readers see it: decompressed bytes, and how far the reading has come."""
+"""An open file for the readers: decompressed bytes, and the reading progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEAD_BYTES = 64
 
 
 class OpenFile:
-    """One file, or a piece of it, under a reader."""
+    """One file, or a piece of it, being read."""
 
     def __init__(self, piece: Piece, raw: BinaryIO, stream: BinaryIO) -> None:
         self.piece = piece
@@ -29,7 +29,7 @@ class OpenFile:
 
     @property
     def file(self) -> File:
-        """The file that is read."""
+        """The file being read."""
         return self.piece.file
 
     @property
@@ -38,7 +38,7 @@ class OpenFile:
         return self.file.name
 
     def head(self) -> bytes:
-        """Return the first bytes as they are read, some 64; they stay to be read."""
+        """Return about the first 64 decompressed bytes without consuming them."""
         if isinstance(self.stream, Decompressed):
             return self.stream.head(_HEAD_BYTES) or self._raw_head()
         return self._raw_head()
@@ -53,7 +53,7 @@ class OpenFile:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes on disk that were read of the piece so far."""
+        """Bytes on disk of the piece that were read so far."""
         if self.share is not None:
             return int(self.share * self.piece.size)
         return min(self.raw.tell() - self.piece.start, self.piece.size)
@@ -61,9 +61,9 @@ class OpenFile:
 
 @contextmanager
 def opened(piece: Piece) -> Iterator[OpenFile]:
-    """Open a file for reading; OSError where the system refuses, DataError where it is not what was listed."""
+    """Open a file for reading; raise OSError if the system refuses, DataError if it changed since it was listed."""
     file = piece.file
-    # By Python and not by Arrow, which takes no path that is not UTF-8.
+    # By Python, not by Arrow, which takes no path that is not UTF-8.
     with file.path.open("rb") as raw:
         size = raw.seek(0, os.SEEK_END)
         raw.seek(0)
@@ -83,14 +83,14 @@ def opened(piece: Piece) -> Iterator[OpenFile]:
 
 
 class _Range:
-    """The next bytes of a file, as if it ended there."""
+    """The next ``count`` bytes of a file, as if it ended after them."""
 
     def __init__(self, raw: BinaryIO, count: int) -> None:
         self._raw = raw
         self._left = count
 
     def read(self, count: int) -> bytes:
-        """Up to ``count`` bytes; none at the end."""
+        """Return up to ``count`` bytes; empty at the end."""
         piece = self._raw.read(min(count, self._left))
         self._left -= len(piece)
         return piece

@@ -1,9 +1,9 @@
-"""The pages of a Parquet column chunk, as their own headers describe them.
+"""Pages of a Parquet column chunk, as described by their own headers.
 
-Arrow decompresses a page whole and writes a batch of rows out. What that takes stands neither in the footer, which may
-lie, nor in the size of the file: a page of kilobytes may become gigabytes, and a short text of a dictionary stand in
-every row. Each page begins with a header in Thrift's compact protocol. Only the headers are read: the file may lie in
-a store.
+Arrow decompresses a page at once and materializes a batch of rows. The memory for this is known neither from the
+footer, which may be wrong, nor from the size of the file: a page of kilobytes may expand to gigabytes, and a short text
+of a dictionary may occur in every row. Each page begins with a header in Thrift's compact protocol. Only the headers
+are read: the file may be in a store.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Page:
 
 
 def described_columns(table: pq.ParquetFile, group: int, numbers: Sequence[int]) -> list[pq.ColumnChunkMetaData]:
-    """Return what the footer says of columns of a row group; ArrowException or OSError where it is damaged.
+    """Return the footer's metadata of columns of a row group; raise ArrowException or OSError if it is damaged.
 
-    pyarrow's own classes end the process there (26.0): some of Arrow's exceptions pass them by. Its reader turns them
-    into Python's, so it is asked for no rows of the columns first.
+    pyarrow's own classes crash the process on damage (26.0), because some of Arrow's exceptions are not caught. Its
+    reader converts them into Python exceptions, so the reader is first asked for zero rows of the columns.
     """
     for _ in table.reader.iter_batches(0, row_groups=[group], column_indices=list(numbers), use_threads=False):
         pass
@@ -59,9 +59,9 @@ def described_columns(table: pq.ParquetFile, group: int, numbers: Sequence[int])
 
 
 def longest_row(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
-    """Return about how many bytes a row of a column chunk may take in memory; its position in the file stays.
+    """Return the approximate maximum memory in bytes of a row of a column chunk; the file position is unchanged.
 
-    DamageError for a page that becomes far more than its size, or that has no header that can be read.
+    Raises DamageError if a page expands to far more than its size, or has an unreadable header.
     """
     at = raw.tell()
     try:
@@ -71,10 +71,10 @@ def longest_row(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
 
 
 def longest_in_lists(raw: BinaryIO, column: pq.ColumnChunkMetaData, num_rows: int) -> tuple[int, int]:
-    """Return about how many bytes a row takes whose values lie in a list, and how many values the chunk has in all.
+    """Return the approximate memory in bytes of a row of lists, and the chunk's total number of values.
 
-    Of a dictionary, which is kept, a row holds the numbers of its entries. As for ``longest_row``, DamageError for a
-    page that becomes far more than its size.
+    For a dictionary, which is kept, a row holds the indices of its entries. As in ``longest_row``, raises DamageError
+    if a page expands to far more than its size.
     """
     at = raw.tell()
     longest = values = 0
@@ -86,12 +86,12 @@ def longest_in_lists(raw: BinaryIO, column: pq.ColumnChunkMetaData, num_rows: in
                 longest = max(longest, taken)
     finally:
         raw.seek(at)
-    # Which row a value belongs to stands in the pages: a mean is what is known before they are read.
+    # The row of a value is stored in the pages: before they are read, only a mean is known.
     return (longest + ENTRY_BYTES) * (1 + values // max(1, num_rows)), values
 
 
 def read_pages(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> Iterator[Page]:
-    """Yield the pages that Arrow would read; DamageError at a header that cannot be read, as Arrow fails there too."""
+    """Yield the pages that Arrow would read; raise DamageError at an unreadable header, at which Arrow fails too."""
     begin = column.data_page_offset
     if column.dictionary_page_offset:
         begin = min(begin, column.dictionary_page_offset)
@@ -105,7 +105,7 @@ def read_pages(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> Iterator[Page]:
 
 
 def _longest(page: Page) -> int:
-    """Return about how many bytes a row of the page may take; DamageError for a page that becomes far too much."""
+    """Return the approximate maximum memory in bytes of a row of the page; raise DamageError if it expands too much."""
     check_block(page.uncompressed_bytes, page.compressed_bytes)
     if page.encoding in (DELTA_LENGTH, DELTA_PREFIX):
         check_block(page.num_values * ITEM_CHARACTERS, page.compressed_bytes)
@@ -115,7 +115,7 @@ def _longest(page: Page) -> int:
 
 
 def _read_page(raw: BinaryIO, begin: int, stop: int) -> tuple[Page, int]:
-    """Return the page that begins here, and where the next one does."""
+    """Return the page that begins here, and the start of the next one."""
     count = _HEADER_BYTES
     while True:
         raw.seek(begin)
@@ -134,19 +134,19 @@ def _read_page(raw: BinaryIO, begin: int, stop: int) -> tuple[Page, int]:
 
 
 def _page_of(header: dict[int, Any]) -> Page:
-    """Return what a header says; KeyError, TypeError or ValueError if it is none."""
+    """Return the page that a header describes; raise KeyError, TypeError or ValueError if the header is invalid."""
     kind, uncompressed, compressed = (header[field] for field in (1, 2, 3))
     num_values = encoding = 0
     if kind in _DATA:
         num_values, encoding = (header[_DATA[kind]][field] for field in (1, _ENCODING[kind]))
-    # Larger ones are cut to 32 bits by Arrow.
+    # Arrow truncates larger numbers to 32 bits.
     if not all(0 <= number < 1 << 31 for number in (kind, uncompressed, compressed, num_values, encoding)):
         raise ValueError("a number out of its range")
     return Page(kind, compressed, uncompressed, num_values, encoding)
 
 
 class _Compact:
-    """Reads a struct of Thrift's compact protocol from bytes; IndexError or struct.error where they end before it."""
+    """Reader of a struct in Thrift's compact protocol; raises IndexError or struct.error if the bytes end early."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -154,7 +154,7 @@ class _Compact:
         """How much was read."""
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """Return the fields of a struct by number; texts and lists are passed over."""
+        """Return the fields of a struct by number; texts and lists are skipped."""
         if depth > _MOST_DEPTH:
             raise ValueError("structs within structs")
         fields: dict[int, Any] = {}
@@ -162,14 +162,14 @@ class _Compact:
         while head := self._byte():
             number = number + (head >> 4) if head >> 4 else self._whole()
             kind = head & 15
-            # Arrow takes the last of two, or the one of the right type, and cuts numbers to 16 bits.
+            # Arrow takes the last of two, or the one of the right type, and truncates numbers to 16 bits.
             if number in fields or not 0 <= number < 1 << 15:
                 raise ValueError(f"field {number}")
             fields[number] = kind == 1 if kind in (1, 2) else self._value(kind, depth)
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
-        """Return a value: a number or struct, None of any other kind."""
+        """Return a value: a number or struct, None for any other type."""
         if kind in (4, 5, 6):
             return self._whole()
         if kind == 12:
@@ -223,7 +223,7 @@ class _Compact:
 
 
 def _checked(count: int) -> int:
-    """Return the length of a list; ValueError if it is too long."""
+    """Return the length of a list; raise ValueError if it is too long."""
     if count > _MOST_ENTRIES:
         raise ValueError("a list in a header")
     return count

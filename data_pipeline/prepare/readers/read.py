@@ -1,4 +1,4 @@
-"""Read one file, and check one before anything is read: the ending of its name chooses the reader."""
+"""Reading of one file, and a check of it before reading: the file name's ending selects the reader."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
 
 def read(piece: Piece, fields: Fields) -> Iterator[tuple[Item, int]]:
-    """Yield the documents of one file or piece, each with the bytes on disk that were read of it so far.
+    """Yield the documents of one file or piece, each with the number of bytes on disk read so far.
 
-    A damaged file ends in a Skip that says so, after the documents before the damage. DataError where the system fails
-    to read what it could open before: another reading could give other documents.
+    A damaged file ends with a Skip that reports it, after the documents before the damage. Raises DataError if the
+    system fails to read a file that could be opened: another reading could give other documents.
     """
     if piece.joined is not None:
         yield from _read_joined(piece.joined, fields)
@@ -62,17 +62,17 @@ def read(piece: Piece, fields: Fields) -> Iterator[tuple[Item, int]]:
             ) from error
         yield _damaged(file, error, documents), piece.size
         return
-    # Blank lines may be all of a piece: that says nothing of its file.
+    # A piece may consist of blank lines only: this does not make its file empty.
     if not items and piece.stop is None:
         yield Skip(file.name, "empty"), piece.size
 
 
 def _read_joined(joined: Joined, fields: Fields) -> Iterator[tuple[Item, int]]:
-    """Yield what is left out of a directory, file by file, and then its document, if there is any text."""
-    # Joined once at the end: a document of many files would be copied with each.
+    """Yield the skips of a joined directory, file by file, and then its document, if there is any text."""
+    # Joined once at the end: otherwise a document of many files would be copied with each file.
     texts: list[str] = []
     passed = characters = 0
-    # Each file alone may become more than its part of a document.
+    # Each file alone may expand to more than its part of a document.
     most = allowance(sum(file.size for file in joined.files))
     for file in joined.files:
         for item, bytes_read in read(whole(file), fields):
@@ -91,8 +91,8 @@ def _read_joined(joined: Joined, fields: Fields) -> Iterator[tuple[Item, int]]:
 
 
 def check(file: File, fields: Fields) -> Skip | None:
-    """Why nothing of the file can be used, judged by its schema or first records; None if some of it can."""
-    # To open an object is a request, and of a text there is nothing to see.
+    """Return a Skip if none of the file can be used, judged by its schema or first records; otherwise None."""
+    # Opening an object costs a request, and reveals nothing about a text.
     if file.format.kind == "text" and isinstance(file.path, ObjectPath):
         return None
     try:
@@ -107,19 +107,19 @@ def check(file: File, fields: Fields) -> Skip | None:
 
 
 def _pointer(file: File) -> Skip:
-    """The skip of a file that Git LFS has not fetched."""
+    """Return the skip of a file that Git LFS has not fetched."""
     return Skip(file.name, "Git LFS pointer", git_lfs.ADVICE, is_fault=True)
 
 
 def _damaged(file: File, error: BaseException, documents: int) -> Skip:
-    """The skip of what is left of a damaged file."""
-    # Arrow's messages may go on with hints for programmers.
+    """Return the skip of the rest of a damaged file."""
+    # Arrow's messages may continue with hints for programmers.
     detail = (str(error) or type(error).__name__).splitlines()[0]
     return Skip(file.name, "damaged", f"{detail}; {documents} documents before it are used", is_fault=True)
 
 
 def _check(item: Item, kind: str) -> tuple[Item, int]:
-    """The item, or a Skip for a text that no tokenizer can give back; and how many characters it has in memory."""
+    """Return the item, or a Skip if no tokenizer can reproduce its text, and its number of characters in memory."""
     if isinstance(item, Skip):
         return item, 0
     if not item.text:
@@ -127,15 +127,15 @@ def _check(item: Item, kind: str) -> tuple[Item, int]:
     text = item.text
     try:
         if item.conversation is not None:
-            # All strings of it, also those that are not spoken: a template may write any of them.
+            # All its strings, including unspoken ones: a template may write any of them.
             parts = [item.conversation.messages, item.conversation.tools]
             text = json.dumps(parts, ensure_ascii=False, allow_nan=False)
         text.encode()
     except UnicodeEncodeError:
-        # The readers of these put a surrogate of its own block where a byte is not UTF-8.
+        # The readers of these formats put a surrogate of this range in place of a byte that is not UTF-8.
         if kind in ("csv", "tsv", "json") and _ESCAPED_BYTE.search(text):
             return Skip(item.name, "not UTF-8", is_fault=True), 0
-        # JSON can spell half of a surrogate pair, which is no character.
+        # JSON can spell half of a surrogate pair, which is not a character.
         return Skip(item.name, "lone surrogate"), 0
     except (TypeError, ValueError, RecursionError) as error:
         return no_json(item.name, error), 0
@@ -143,7 +143,7 @@ def _check(item: Item, kind: str) -> tuple[Item, int]:
 
 
 def _check_records(source: OpenFile, fields: Fields) -> Skip | None:
-    """The first record's fault if none of the first records can be used."""
+    """Return the first record's fault if none of the first records can be used."""
     first_fault = None
     for item in itertools.islice(_READERS[source.file.format.kind](source, fields), CHECKED_RECORDS):
         if not isinstance(item, Skip) or not item.is_fault:

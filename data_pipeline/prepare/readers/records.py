@@ -1,4 +1,4 @@
-"""From a record to a document, and how large records may be and files may become: all bounds are here."""
+"""Conversion of records to documents, and all size limits of records and of expanded files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Record(NamedTuple):
 
 
 def items_of(entries: Iterable[Record | Skip], fields: Fields) -> Iterator[Item]:
-    """Yield the document that each record is, or why it is none."""
+    """Yield the document of each record, or a Skip with the reason there is none."""
     for entry in entries:
         if isinstance(entry, Skip):
             yield entry
@@ -50,7 +50,7 @@ def items_of(entries: Iterable[Record | Skip], fields: Fields) -> Iterator[Item]
 
 
 def item_of(record: Record, fields: Fields) -> Item:
-    """The document that a JSON object is, or why it is none; a JSON null is left out, as Parquet's is."""
+    """Return the document of a JSON object, or a Skip with the reason; a JSON null is skipped, as Parquet's is."""
     name, value = record
     if not isinstance(value, dict):
         return Skip(name, "not a JSON object", f"it is a {type(value).__name__}", is_fault=True)
@@ -70,7 +70,7 @@ def item_of(record: Record, fields: Fields) -> Item:
 
 
 def _pair(name: str, value: dict[str, Any], fields: Fields) -> Item:
-    """The document of a record with two texts."""
+    """Return the document of a record with two texts."""
     sides = []
     for field in fields.names:
         text = value[field]
@@ -81,7 +81,7 @@ def _pair(name: str, value: dict[str, Any], fields: Fields) -> Item:
                 return Skip(name, "not UTF-8", str(error), is_fault=True)
         if text is not None and not isinstance(text, str):
             return Skip(name, f"no text in field {field!r}", f"it holds a {type(text).__name__}", is_fault=True)
-        # What reads or writes nothing is no pair.
+        # An empty side makes no pair.
         if not text or not text.strip():
             return Skip(name, EMPTY_SIDE, f"{field!r} is empty")
         sides.append(text)
@@ -90,7 +90,7 @@ def _pair(name: str, value: dict[str, Any], fields: Fields) -> Item:
 
 
 def _conversation(name: str, value: dict[str, Any], kind: str) -> Item:
-    """The document of a record that has the fields of a conversation."""
+    """Return the document of a record that has the fields of a conversation."""
     try:
         conversation = conversation_of(value, kind)
         return Document(name, spoken(conversation), conversation)
@@ -104,7 +104,7 @@ def _conversation(name: str, value: dict[str, Any], kind: str) -> Item:
 
 
 def no_json(name: str, error: Exception) -> Skip:
-    """The skip of a conversation that no JSON can spell: a table may hold dates, bytes and infinities in a message."""
+    """Return the skip of a conversation that JSON cannot represent: tables may hold dates, bytes and infinities."""
     detail = str(error)
     if isinstance(error, RecursionError):
         detail = "it nests values too deep"
@@ -112,40 +112,40 @@ def no_json(name: str, error: Exception) -> Skip:
 
 
 def find_missing(fields: Fields, names: Collection[str]) -> str:
-    """Return the first field that a document needs and that is not among these; "" if all are there."""
+    """Return the first field that a document needs and ``names`` lacks; "" if all are there."""
     return next((field for field in fields.names if field not in names), "")
 
 
 def no_field(name: str, field: str, fields: Iterable[str], with_text: Iterable[str]) -> Skip:
-    """The skip of a file or record without a field that is needed: its detail lists the fields that there are."""
+    """Return the skip of a file or record that lacks a required field; its detail lists the existing fields."""
     detail = f"fields: {_listed(fields)}; with text: {_listed(with_text)}"
     return Skip(name, no_field_reason(field), detail, is_fault=True)
 
 
 def no_field_reason(field: str) -> str:
-    """The reason that ``no_field`` gives."""
+    """Return the reason that ``no_field`` gives."""
     return f"no field {field!r}"
 
 
 def check_length(count: int) -> None:
-    """Raise DamageError for a record that is longer than any may be."""
+    """Raise DamageError if a record exceeds the maximum length."""
     if count > MAX_RECORD_BYTES:
         raise DamageError(f"a record is longer than {MAX_RECORD_BYTES >> 30} GiB")
 
 
 def allowance(num_bytes: int) -> int:
-    """Return how many bytes or characters so many bytes on disk may become."""
+    """Return the number of bytes or characters to which ``num_bytes`` on disk may expand."""
     return FREE_BYTES + MAX_GROWTH * num_bytes
 
 
 def check_expansion(size: int, num_bytes: int) -> None:
-    """Raise DamageError if ``num_bytes`` of a file become ``size`` bytes or characters and may not."""
+    """Raise DamageError if ``size``, the bytes or characters expanded from ``num_bytes`` of a file, is too large."""
     if size > allowance(num_bytes):
         raise DamageError(f"{num_bytes:,} bytes of it become more than {allowance(num_bytes):,}")
 
 
 def check_block(size: int, num_bytes: int) -> None:
-    """Raise DamageError if a page or batch of ``num_bytes`` becomes ``size`` bytes and may not."""
+    """Raise DamageError if ``size``, the bytes expanded from a page or batch of ``num_bytes``, is too large."""
     check_expansion(size, num_bytes)
     most = MAX_RECORD_BYTES + MAX_BLOCK_GROWTH * num_bytes
     if size > most:
@@ -153,14 +153,14 @@ def check_block(size: int, num_bytes: int) -> None:
 
 
 def check_cells(count: int) -> None:
-    """Raise DamageError for a row of so many cells."""
+    """Raise DamageError if a row has too many cells."""
     if count > MOST_VALUES:
         raise DamageError(f"a record has more than {MOST_VALUES:,} values")
 
 
 def check_values(text: str) -> None:
-    """Raise DamageError for JSON of too many values, before they are made of it."""
-    # Most records are far from it, and most of what looks like a separator stands in a string.
+    """Raise DamageError if JSON has too many values, before they are created."""
+    # Most records are far below the limit, and most apparent separators are inside strings.
     if sum(map(text.count, ",:{[")) <= MOST_VALUES:
         return
     count = 0
@@ -170,10 +170,10 @@ def check_values(text: str) -> None:
 
 
 def read_bounded(stream: BinaryIO) -> bytes:
-    """What follows in a stream; DamageError where that is longer than a record may be, and no more is read then."""
+    """Return the rest of a stream; raise DamageError, without reading on, if it exceeds the maximum record length."""
     pieces: list[bytes] = []
     left = MAX_RECORD_BYTES + 1
-    # To its end: before damage a compressed stream gives less than it is asked for.
+    # Read to the end: before damage a compressed stream returns less than requested.
     while left and (piece := stream.read(left)):
         pieces.append(piece)
         left -= len(piece)

@@ -36,14 +36,14 @@ _FILE_END = 10
 
 
 def read_parquet(opened: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield one document a row, read in batches of rows: a table larger than memory is no trouble."""
+    """Yield one document per row, reading batches of rows: a table may be larger than memory."""
     with _parquet(opened) as table:
         problem = _find_problem(opened.name, table.schema_arrow, fields)
         if problem is not None:
             yield problem
             return
         columns, dictionaries = columns_of(table.schema_arrow, fields), []
-        # In a list one text may stand any number of times in a row: it is kept once.
+        # In a list one text may occur any number of times in a row: keep it once.
         if fields.kind != "text":
             dictionaries = [table.schema.column(leaf).path for leaf in _leaves(table, columns)]
     with _parquet(opened, dictionaries) as table:
@@ -51,18 +51,18 @@ def read_parquet(opened: OpenFile, fields: Fields) -> Iterator[Item]:
         if opened.piece.stop is not None:
             groups = range(opened.piece.start, opened.piece.stop)
         done, total = 0, sum(table.metadata.row_group(group).num_rows for group in groups)
-        # Group by group: one of them may have rows of megabytes, and the others short ones.
+        # Group by group: one may have rows of megabytes, and the others short ones.
         for group in groups:
             rows = _batch_rows(opened.raw, table, group, columns, is_nested=fields.kind != "text")
             for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
                 yield from _items(batch, columns, fields, opened.piece, opened.piece.first + done)
                 done += batch.num_rows
-                # The footer may lie.
+                # The footer may be wrong.
                 opened.share = min(1.0, done / max(1, total))
 
 
 def read_arrow(opened: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield one document a row of an Arrow IPC file or stream, batch by batch."""
+    """Yield one document per row of an Arrow IPC file or stream, batch by batch."""
     schema, batches = _open_arrow(opened)
     problem = _find_problem(opened.name, schema, fields)
     if problem is not None:
@@ -72,10 +72,10 @@ def read_arrow(opened: OpenFile, fields: Fields) -> Iterator[Item]:
     number = 0
     for batch in batches:
         chosen = batch.select(columns)
-        # Arrow trusts offsets that it finds in a file; a damaged one would read beyond the buffer. UTF-8 is another
-        # matter: a million views of one text would be looked through one by one.
+        # Arrow trusts the offsets in a file; a damaged one would read beyond the buffer. UTF-8 is not validated here: a
+        # million views of one text would be checked one by one.
         for column in chosen.columns:
-            # Its lengths first: Arrow ends the process if a part is shorter than what it is a part of.
+            # Its lengths first: Arrow crashes the process if a child is shorter than its parent requires.
             column.validate()
             as_bytes(column).validate(full=True)
         for start in range(0, len(chosen), _ROWS):
@@ -84,12 +84,12 @@ def read_arrow(opened: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def check_parquet(opened: OpenFile, fields: Fields) -> Skip | None:
-    """Why the file cannot be read, judged by its schema; None if it can."""
+    """Return a Skip if the file cannot be read, judged by its schema; otherwise None."""
     return _find_problem(opened.name, schema_of_parquet(opened), fields)
 
 
 def check_arrow(opened: OpenFile, fields: Fields) -> Skip | None:
-    """Why the file cannot be read, judged by its schema; None if it can."""
+    """Return a Skip if the file cannot be read, judged by its schema; otherwise None."""
     return _find_problem(opened.name, schema_of_arrow(opened), fields)
 
 
@@ -119,16 +119,16 @@ def _items(batch: pa.RecordBatch, columns: Sequence[str], fields: Fields, piece:
 
 
 def _parquet(opened: OpenFile, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
-    """Open a table; columns of ``dictionaries`` keep theirs, where they have one."""
+    """Open a table; columns of ``dictionaries`` stay dictionary-encoded if they are so in the file."""
     if opened.file.format.compression:
         raise pa.ArrowInvalid("Parquet within another compression; decompress the file first")
-    # Read through a buffer and not ahead: otherwise a whole row group of the column is in memory.
+    # Buffered, without read-ahead: otherwise a full row group of the column is in memory.
     opened.raw.seek(0)
     return pq.ParquetFile(opened.raw, buffer_size=1 << 20, pre_buffer=False, read_dictionary=list(dictionaries))
 
 
 def _leaves(table: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
-    """Return the numbers of the columns of values at and below these columns."""
+    """Return the indices of the leaf columns at and below these columns."""
     paths = [table.schema.column(number).path for number in range(len(table.schema))]
     return [number for number, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in columns)]
 
@@ -136,11 +136,11 @@ def _leaves(table: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
 def _batch_rows(
     raw: BinaryIO, table: pq.ParquetFile, group: int, columns: Sequence[str], *, is_nested: bool = False
 ) -> int:
-    """How many rows of a row group are decompressed at once.
+    """Return the number of rows of a row group to decompress at once.
 
-    Arrow writes a batch's rows out. A dictionary of one long text and a thousand rows that name it are kilobytes in the
-    file, so a row counts as what the dictionary may hold (``parquet_pages``). Of lists dictionaries are kept: there
-    the number of entries is what kilobytes may hold too many of.
+    Arrow materializes the rows of a batch. A dictionary with one long text and a thousand rows that refer to it takes
+    kilobytes in the file, so a row is assumed to be as large as the dictionary may be (``parquet_pages``). For lists,
+    dictionaries are kept: there the number of entries is the quantity that can grow too large within kilobytes.
     """
     described = described_columns(table, group, _leaves(table, columns))
     if is_nested:
@@ -155,7 +155,7 @@ def _batch_rows(
 
 
 def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Schema and batches; the file's first bytes say whether it is a file or a stream."""
+    """Return schema and batches; the file's first bytes determine whether it is a file or a stream."""
     is_file = not opened.file.format.compression and opened.raw.read(len(_FILE_MAGIC)) == _FILE_MAGIC
     if not opened.file.format.compression:
         opened.raw.seek(0)
@@ -171,18 +171,18 @@ def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
 
 
 def _stream_batches(stream: pa.ipc.RecordBatchStreamReader, opened: OpenFile) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an Arrow IPC stream; DamageError for what stands behind its end."""
+    """Yield the batches of an Arrow IPC stream; raise DamageError if more data follows its end."""
     yield from stream
-    # Arrow stops there, and says nothing of a second stream.
+    # Arrow stops there, and silently ignores a second stream.
     if opened.stream.read(1):
         raise DamageError("there is more behind the end of the stream")
 
 
 def _file_batches(stream: pa.ipc.RecordBatchStreamReader, opened: OpenFile) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an Arrow IPC file, one after the other as in the stream that it holds.
+    """Yield the batches of an Arrow IPC file, one after the other as in the stream that it contains.
 
-    Its index stands at the end: in a file that was cut off there is none, and of two that were joined the second one's
-    points into the first. DamageError for these behind the batches that are there.
+    Its index is at the end: a truncated file has none, and in two concatenated files the second index points into the
+    first file. Both raise DamageError after the batches that are there.
     """
     raw, begin = opened.raw, opened.raw.tell()
     problem, count = None, 0
@@ -197,7 +197,7 @@ def _file_batches(stream: pa.ipc.RecordBatchStreamReader, opened: OpenFile) -> I
             yield batch
             done += 1
     except _NOT_ARROW:
-        # Older writers leave out the end of the stream: the index follows, which is none of it.
+        # Older writers omit the end of the stream: the index follows, which is not part of it.
         if problem is not None or done < count:
             raise
         return
@@ -208,7 +208,7 @@ def _file_batches(stream: pa.ipc.RecordBatchStreamReader, opened: OpenFile) -> I
 
 
 def _index_at(raw: BinaryIO) -> int:
-    """Return where the index of an Arrow IPC file begins; the position in the file stays what it is."""
+    """Return the offset of the index of an Arrow IPC file; the file position is unchanged."""
     at = raw.tell()
     end = raw.seek(-_FILE_END, os.SEEK_END)
     length = int.from_bytes(raw.read(_FILE_END - len(_FILE_MAGIC)), "little")
@@ -217,7 +217,7 @@ def _index_at(raw: BinaryIO) -> int:
 
 
 def _find_problem(name: str, schema: pa.Schema, fields: Fields) -> Skip | None:
-    """The skip of a table that lacks a column, or whose column is no text or no list."""
+    """Return the skip of a table that lacks a column or has one of the wrong type; otherwise None."""
     with_text = [field.name for field in schema if _is_text(field.type)]
     names = with_text
     if fields.kind != "text":
@@ -234,7 +234,7 @@ def _find_problem(name: str, schema: pa.Schema, fields: Fields) -> Skip | None:
 
 
 def _is_text(column: pa.DataType) -> bool:
-    """Whether a column holds text, or bytes that may be text."""
+    """Return whether a column holds text, or bytes that may be text."""
     if pa.types.is_dictionary(column):
         return _is_text(column.value_type)
     tests = (
@@ -264,7 +264,7 @@ def _rows(column: pa.Array, file: str, first: int) -> Iterator[Item]:
 
 
 def _values(column: pa.Array) -> Iterator[str | bytes | None]:
-    """Yield the texts of a column one by one, those of a dictionary too."""
+    """Yield the texts of a column one by one, including those of a dictionary."""
     if not pa.types.is_dictionary(column.type):
         for value in as_bytes(column):
             yield value.as_py()

@@ -1,11 +1,11 @@
-"""Plain text: a file is one document, unless it holds records of JSON and nobody said that they are meant as text.
+"""Plain text: a file is one document, unless it holds JSON records and the user did not request to read them as text.
 
-As text their braces and escapes would be trained on. Nobody but the user knows what is meant, so a file of JSON whose
-ending does not say so is left out with the options that say it. It is known by its beginning: objects in lines, or a
-first object with the text field or with those of a conversation, also that of an array. A single object without them is
-taken for what it most often is, a setting or a map among the files of a program.
+Otherwise their braces and escapes would be trained on. Only the user knows the intent, so a JSON file without a JSON
+ending is skipped, with advice on the options that select a format. JSON is recognized by the beginning: objects in
+lines, or a first object, also of an array, that has the text field or the fields of a conversation. A single object
+without them is taken for text: most often it is a configuration or a map among the files of a program.
 
-Among conversations a text is none of them, and is left out.
+Among conversations a text is not one of them, and is skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEXT_LINE = re.compile(r"[ \t]*\r?\n\s*")
 
 
 def begin_of_text(stream: BinaryIO) -> bytes:
-    """Return as much of a text as shows whether it is JSON."""
+    """Return enough of the beginning of a text to determine whether it is JSON."""
     head = stream.read(_PROBE_BYTES)
     if _first_characters(head) in ("{", "["):
         head += stream.read(_MOST_BYTES - _PROBE_BYTES)
@@ -40,7 +40,7 @@ def begin_of_text(stream: BinaryIO) -> bytes:
 
 
 def find_records(head: bytes, text_field: str, name: str) -> Skip | None:
-    """Return the skip of a file with this beginning that holds records of JSON; None for any other text."""
+    """Return the skip of a file whose beginning ``head`` shows JSON records; None for any other text."""
     if _first_characters(head) not in ("{", "[") or not _holds_records(head, text_field):
         return None
     pattern = shlex.quote(glob.escape(name))
@@ -49,20 +49,20 @@ def find_records(head: bytes, text_field: str, name: str) -> Skip | None:
 
 
 def _first_characters(head: bytes) -> str:
-    """Return the first character that is no space; empty if there is none."""
+    """Return the first non-space character; empty if there is none."""
     return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1].decode("latin-1")
 
 
 def _holds_records(head: bytes, text_field: str) -> bool:
     text = head.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace").lstrip()
     is_array = text.startswith("[")
-    # Of an array its first element.
+    # Use the first element of an array.
     text = text.removeprefix("[").lstrip()
     if not text.startswith("{"):
         return False
     first, stop = _object(text, 0)
     if first is None:
-        # The first record is longer than what was read.
+        # The first record is longer than the part that was read.
         names = [text_field]
         names += [fields[-1] for fields in FIELDS.values()]
         keys = "|".join(re.escape(json.dumps(name)) for name in names)
@@ -74,7 +74,7 @@ def _holds_records(head: bytes, text_field: str) -> bool:
 
 
 def _object(text: str, start: int) -> tuple[dict | None, int]:
-    """Return the JSON object that begins here and where it ends; None if there is none."""
+    """Return the JSON object that begins here and its end; None if there is none."""
     try:
         value, stop = _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -89,27 +89,27 @@ _BINARY = "binary"
 
 
 def check_text(opened: OpenFile, fields: Fields) -> Skip | None:
-    """Return why a file is no text, judged by its beginning; None if it may be one."""
+    """Return a Skip if a file is not text, judged by its beginning; None if it may be text."""
     problem = _find_problem(begin_of_text(opened.stream), opened, fields)
-    # That a file is binary is said when it is read.
+    # A binary file is reported when it is read.
     if problem is not None and problem.reason == _BINARY:
         return None
     return problem
 
 
 def may_be_text(opened: OpenFile, fields: Fields) -> bool:
-    """Return whether a file is a text by its beginning."""
+    """Return whether a file is a text, judged by its beginning."""
     return _find_problem(begin_of_text(opened.stream), opened, Fields(text=fields.text)) is None
 
 
 def read_text(opened: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield the whole file as one document, bytes unchanged: no newline or byte-order-mark is touched."""
+    """Yield the entire file as one document with its bytes unchanged: newlines and byte-order marks are kept."""
     head = begin_of_text(opened.stream)
     problem = _find_problem(head, opened, fields)
     if problem is not None:
         yield problem
         return
-    # A plain file is as large as it is on disk; some kilobytes of a compressed one can become terabytes.
+    # A plain file is as large as it is on disk; a few compressed kilobytes can expand to terabytes.
     if opened.file.format.compression:
         rest = read_bounded(opened.stream)
     else:
@@ -121,7 +121,7 @@ def read_text(opened: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def _find_problem(head: bytes, opened: OpenFile, fields: Fields) -> Skip | None:
-    """Return why a file with this beginning gives no document; None if it may."""
+    """Return a Skip if a file with this beginning gives no document; None if it may give one."""
     # git's test for a binary file: a zero byte near the beginning.
     if b"\0" in head[:_BINARY_PROBE_BYTES]:
         return Skip(opened.name, _BINARY)
@@ -136,7 +136,7 @@ def _find_problem(head: bytes, opened: OpenFile, fields: Fields) -> Skip | None:
 
 
 def _missing_side(opened: OpenFile, fields: Fields) -> str:
-    """The name of the file that would make pairs of this one; empty if its name is that of no side."""
+    """Return a note naming the other file that would make pairs; empty if this file's name is not that of a side."""
     compression = opened.file.format.compression
     plain = opened.name.removesuffix(compression)
     for own, other in ((fields.source, fields.text), (fields.text, fields.source)):

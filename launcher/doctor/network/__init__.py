@@ -1,1 +1,1 @@
-"""The network between the machines of a run: interfaces and ports. One process a host, asked over ssh."""
+"""Checks of the network between the machines of a run: interfaces and ports. One worker process per host, over ssh."""

@@ -1,4 +1,4 @@
-"""Check the network of a run: the findings, and all that was asked."""
+"""Check the network of a run and return the findings with the underlying survey."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ MOST_RANKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What was found of a network, and the survey behind it."""
+    """Findings of a network, and the survey behind them."""
 
     findings: list[Finding]
     survey: Survey | None = None
     """None if the network was not looked at."""
 
     def to_json(self) -> dict[str, Any]:
-        """Findings, their worst verdict, and what hosts answered."""
+        """Return the findings, their worst verdict, and the answers of the hosts."""
         findings = [asdict(finding) for finding in self.findings]
         told: dict[str, Any] = {"verdict": worst(self.findings), "findings": findings}
         if self.survey is not None:
@@ -47,11 +47,11 @@ class Network:
 
 
 def check_hosts(hosts: Sequence[Host], *, port: int, hostfile: Path, num_ranks: int) -> Network:
-    """Check the network between the hosts that answered over ssh; the first host of the hostfile must be one of them.
+    """Check the network between the hosts that answered over ssh; skip it if the hostfile's first host did not.
 
-    ``num_ranks`` are those of the ``hostfile``.
+    ``num_ranks`` is the number of ranks of the ``hostfile``.
     """
-    # A host that ssh does not reach has a finding of its own, and would keep the others waiting.
+    # A host that ssh does not reach already has a finding, and would keep the others waiting.
     names = [host.name for host in hosts if isinstance(host.answer, Answer)]
     if names[:1] != [hosts[0].name]:
         return Network(findings=[skipped(f"{hosts[0].name}, where ranks would meet, does not answer")])
@@ -67,7 +67,7 @@ def check_hosts(hosts: Sequence[Host], *, port: int, hostfile: Path, num_ranks: 
 
 
 def check_this_machine(num_gpus: int) -> Network:
-    """Check which network NCCL takes from this machine, and that its ranks find each other here."""
+    """Check NCCL's choice of network on this machine, and that the local ranks find each other."""
     survey = survey_this_machine(num_gpus)
     findings = findings_of_machine(survey)
     if num_gpus > 1:
@@ -76,23 +76,23 @@ def check_this_machine(num_gpus: int) -> Network:
 
 
 def survey_hosts(hosts: Sequence[str], *, port: int) -> Survey:
-    """The network between hosts, of which the first one holds rank 0 and ``port``. ClusterError for no name of a host.
+    """Survey the network between hosts, the first of which holds rank 0 and ``port``.
 
-    Of more than ``MOST_HOSTS`` so many, evenly spaced.
+    Of more than ``MOST_HOSTS`` hosts, evenly spaced ones are chosen. Raise ClusterError for an invalid host name.
     """
     chosen = [hosts[index * len(hosts) // MOST_HOSTS] for index in range(MOST_HOSTS)]
     if len(hosts) <= MOST_HOSTS:
         chosen = list(hosts)
-    # The same line for every host, and nothing of a hostfile in it.
+    # The same line for every host, without any text from a hostfile.
     line = line_there(WORKER)
     return _survey({host: ssh_command(host, line) for host in chosen}, port=port, over_ssh=True)
 
 
 def survey_this_machine(num_gpus: int) -> Survey:
-    """The network as processes of this machine see it, one for each GPU, but one at least and eight at most."""
+    """Survey the network with processes on this machine: one per GPU, but at least one and at most eight."""
     count = min(max(num_gpus, 1), MOST_RANKS)
     command = [sys.executable, *WORKER]
-    # Ranks of one machine meet at its loopback interface, at a port that is free.
+    # Ranks of one machine meet at its loopback interface, at a free port.
     return _survey({f"rank {rank}": command for rank in range(count)}, port=0, over_ssh=False)
 
 

@@ -1,4 +1,4 @@
-"""Findings of a survey of the network: what is blocked, or other than one would want, and what to do."""
+"""Findings of a network survey: blocked ports and unsuitable interfaces, with advice."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ def skipped(why: str) -> Finding:
 
 
 def findings_of_hosts(survey: Survey, environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """What is found of the network between the hosts of a hostfile; ``environment`` is that of this machine."""
-    # What explains the others stands first: a host that is not there, a wrong interface, a blocked port, NCCL.
+    """Return the findings for the network between a hostfile's hosts; ``environment`` is that of this machine."""
+    # Causes come first: a missing host, a wrong interface, a blocked port, NCCL.
     findings = _silent(survey) + findings_of_variables(survey, environment)
     findings += finding_of_gloo(survey) + finding_of_nccl(survey)
     return findings + _ports(survey) + _nccl_problem(survey)
 
 
 def findings_of_machine(survey: Survey) -> list[Finding]:
-    """What is found of the network that NCCL takes from this machine, and of NCCL between its GPUs."""
+    """Return the findings for NCCL's network from this machine, and for NCCL between its GPUs."""
     return _silent(survey) + finding_of_nccl_here(survey) + _blocked(survey) + _nccl_problem(survey)
 
 
 def finding_of_rates(survey: Survey, launcher: str = "") -> Finding:
-    """Return the finding that rates are not measured, with the command that does.
+    """Return the finding that rates are not measured, with the command that measures them.
 
-    ``launcher`` begins the command if there is a rank a process; without it one process has all GPUs of this machine.
+    ``launcher`` is the beginning of the command with one process per rank; without it one process drives all local
+    GPUs.
     """
     num_gpus = max((network.num_gpus for network in survey.networks.values()), default=0)
-    # A hop of the ring is what sendrecv_perf does: every rank sends to the next one, all at once.
+    # sendrecv_perf measures one hop of the ring: every rank sends to the next one at the same time.
     value = f"not measured. nccl-tests do: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g {num_gpus}"
     if launcher:
         value = f"not measured. nccl-tests (make MPI=1) do: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g 1"
@@ -54,7 +55,7 @@ def finding_of_rates(survey: Survey, launcher: str = "") -> Finding:
 
 
 def survey_to_json(survey: Survey) -> dict[str, Any]:
-    """All hosts and all ports that are blocked, as plain values."""
+    """Return the survey as plain values: meeting place, interfaces, NCCL networks and blocked ports."""
     return {
         "meeting_place": survey.meeting_place,
         "interfaces": {name: network.interface for name, network in survey.networks.items()},
@@ -77,9 +78,9 @@ def _nccl_problem(survey: Survey) -> list[Finding]:
 
 
 def _silent(survey: Survey) -> list[Finding]:
-    """A failure for each reason for which hosts took no part."""
+    """Return a failure for each reason why hosts dropped out."""
     findings = []
-    # Hosts in one trouble share a line; dict.fromkeys keeps the order in which the troubles came.
+    # Hosts with the same problem share a line; dict.fromkeys keeps the order of the problems.
     for why in dict.fromkeys(survey.silent.values()):
         names = names_of([name for name, said in survey.silent.items() if said == why])
         advice = f"Nothing is known of the network of {names}: see its other findings, then try again"
@@ -88,10 +89,10 @@ def _silent(survey: Survey) -> list[Finding]:
 
 
 def _ports(survey: Survey) -> list[Finding]:
-    """Which hosts do not reach each other, or that all do."""
+    """Return the findings about hosts that cannot reach each other, or one that all can."""
     if findings := _blocked(survey):
         return findings
-    # A host that says nothing may reach nobody.
+    # A silent host may reach no other host.
     if survey.meeting_place is None or survey.silent or len(survey.networks) < len(survey.hosts):
         return []
     address, number = survey.meeting_place
@@ -100,7 +101,7 @@ def _ports(survey: Survey) -> list[Finding]:
 
 
 def _blocked(survey: Survey) -> list[Finding]:
-    """A failure for all ports that are blocked alike."""
+    """Return one failure for each group of ports that are blocked for the same reason."""
     groups: dict[tuple[bool, str], list[Port]] = {}
     for port in survey.blocked:
         groups.setdefault((port.is_meeting_place, port.problem), []).append(port)
@@ -116,7 +117,7 @@ def _blocked(survey: Survey) -> list[Finding]:
 
 
 def _who_misses_whom(ports: Sequence[Port], survey: Survey) -> list[str]:
-    """A phrase for each host that reaches nobody, or whom nobody reaches, and for each other pair."""
+    """Return a phrase for each host cut off in both directions, and for each other blocked pair."""
     pairs = {(port.source, port.target): f"{port.address}:{port.number}" for port in ports}
     alone = _hosts_apart(pairs, list(survey.networks))
     phrases = [f"{name} and the other {len(survey.networks) - 1} hosts do not reach each other" for name in alone]
@@ -125,14 +126,14 @@ def _who_misses_whom(ports: Sequence[Port], survey: Survey) -> list[str]:
             continue
         if (target, source) not in pairs:
             phrases.append(f"{source} does not reach {target} ({place})")
-        # The other way round has its turn too: of both, one is told.
+        # Both directions occur in the loop: report the pair once.
         elif source < target:
             phrases.append(f"{source} and {target} do not reach each other ({place}, {pairs[target, source]})")
     return phrases
 
 
 def _hosts_apart(pairs: Mapping[tuple[str, str], str], names: Sequence[str]) -> list[str]:
-    """The hosts that reach no other, and that no other reaches, where there are more than two."""
+    """Return the hosts cut off from all others in both directions, if there are more than two hosts."""
     if len(names) < 3:
         return []
     return [
@@ -152,13 +153,13 @@ def _port_advice(problem: str) -> str:
     return "There is no way to that network: look at `ip route get ADDRESS`, or name another interface"
 
 
-# The interfaces that gloo and NCCL take on every host.
+# The interfaces that gloo and NCCL use on every host.
 
 
 def findings_of_variables(survey: Survey, environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Variables of ``environment``, this machine's, that deepspeed does not hand over to the hosts."""
+    """Return findings for this machine's variables in ``environment`` that deepspeed does not pass to the hosts."""
     findings = []
-    # A user who sets a variable in his shell sees it work on one machine, and wonders on two.
+    # A variable set in a shell works on one machine, but silently has no effect on others.
     for variable in _VARIABLES:
         value = environment.get(variable)
         without = [name for name, network in survey.networks.items() if network.environment.get(variable) != value]
@@ -170,7 +171,7 @@ def findings_of_variables(survey: Survey, environment: Mapping[str, str] = os.en
 
 
 def finding_of_gloo(survey: Survey) -> list[Finding]:
-    """The interface that gloo takes on every host: no finding where no host answers."""
+    """Return the finding for gloo's interface on every host; empty if no host answers."""
     networks = survey.networks
     if not networks or survey.meeting_place is None:
         return []
@@ -187,7 +188,7 @@ def finding_of_gloo(survey: Survey) -> list[Finding]:
 
 
 def interface_advice(names: Iterable[str], variable: str) -> str:
-    """What to do about the interfaces of all hosts; "" where there is nothing."""
+    """Return advice about the interfaces of all hosts; "" if there is none."""
     names = list(names)
     example = f"name the one that leads to the other hosts, {variable}=eth0 for example, in {_IN_FILE}"
     if any(is_loopback(name) for name in names):
@@ -200,13 +201,13 @@ def interface_advice(names: Iterable[str], variable: str) -> str:
 
 
 def finding_of_nccl(survey: Survey) -> list[Finding]:
-    """What NCCL takes, or would take, on every host: no finding where no host answers."""
+    """Return the finding for the network that NCCL takes, or would take, on every host; empty if no host answers."""
     networks = {name: nccl_of(survey, name) for name in survey.networks}
     if not networks:
         return []
     value = f"{by_value({name: network.describe() for name, network in networks.items()})} ({_source(networks)})"
     advice = ""
-    # Without GPUs no run depends on it, and two names of one machine reach each other by any interface.
+    # Without GPUs no run depends on NCCL, and two names of one machine reach each other by any interface.
     has_gpus = any(network.num_gpus for network in survey.networks.values())
     if has_gpus and _num_machines(survey) > 1:
         advice = _nccl_advice(survey, networks)
@@ -217,9 +218,9 @@ def finding_of_nccl(survey: Survey) -> list[Finding]:
 
 
 def finding_of_nccl_here(survey: Survey) -> list[Finding]:
-    """What NCCL takes, or would take, from this machine to others: ranks of the survey are all on this machine."""
+    """Return the finding for NCCL's network from this machine to others; all surveyed ranks are on this machine."""
     for name in survey.networks:
-        # Ranks of one machine all tell the same.
+        # All ranks of one machine give the same answer.
         network = nccl_of(survey, name)
         value = f"{network.describe()} to other machines ({_source({name: network})})"
         return [Finding.of("NCCL network", value)]
@@ -227,7 +228,7 @@ def finding_of_nccl_here(survey: Survey) -> list[Finding]:
 
 
 def nccl_of(survey: Survey, name: str) -> NcclNetwork:
-    """What NCCL said on a host, else what its rules say."""
+    """Return the network that NCCL reported on a host, or else the one its rules give."""
     return survey.nccl.get(name, survey.networks[name].nccl)
 
 
@@ -248,7 +249,7 @@ def _nccl_advice(survey: Survey, networks: Mapping[str, NcclNetwork]) -> str:
     if none := [name for name, network in networks.items() if not network.transport]:
         return f"NCCL finds no network on {names_of(none)}: look at NCCL_SOCKET_IFNAME, NCCL_IB_HCA and NCCL_NET there"
     transports = {network.transport for network in networks.values()}
-    # Nothing below can be compared where hosts do not even use the same transport.
+    # Hosts with different transports cannot be compared below.
     if len(transports) > 1:
         return "Hosts differ, and NCCL does not start so: the same adapters, drivers and NCCL_ variables on all"
     if unused := [name for name in networks if transports == {SOCKET} and _has_adapter(survey.networks[name])]:
@@ -256,7 +257,7 @@ def _nccl_advice(survey: Survey, networks: Mapping[str, NcclNetwork]) -> str:
             f"NCCL leaves out active RDMA adapters of {names_of(unused)}: look at NCCL_IB_DISABLE and NCCL_IB_HCA, "
             "and that a container sees /dev/infiniband"
         )
-    # Names of adapters often differ by kind of machine; adapters of other fabrics do not reach each other.
+    # Adapter names often differ between kinds of machines; adapters of different fabrics cannot reach each other.
     if transports == {INFINIBAND} and len({network.devices for network in networks.values()}) > 1:
         return "Adapters differ between hosts: name those of one fabric with NCCL_IB_HCA"
     return interface_advice(
@@ -269,12 +270,12 @@ def _has_adapter(network: HostNetwork) -> bool:
 
 
 def _of_gloo(network: HostNetwork) -> Interface | None:
-    """The interface that gloo takes on a host; None if the host does not list it."""
+    """Return gloo's interface on a host; None if the host does not list it."""
     return next((one for one in network.interfaces if one.name == network.interface), None)
 
 
 def _described(network: HostNetwork) -> str:
-    """The interface that gloo takes, with its speed and MTU where its driver tells them."""
+    """Format gloo's interface with its MTU, and its speed if the driver reports one."""
     interface = _of_gloo(network)
     if interface is None:
         return network.interface
@@ -291,16 +292,16 @@ def _mtu_advice(networks: Mapping[str, HostNetwork]) -> str:
     return f"Large packets may get lost where the MTU differs: ip link set IFACE mtu {min(sizes)} on all"
 
 
-# How hosts are named.
+# Names of hosts in messages.
 
 
 def names_of(names: Sequence[str]) -> str:
-    """``a, b``, or ``a, b, c, d and 12 more``."""
+    """Format names as ``a, b`` or ``a, b, c, d and 12 more``."""
     return first_names(list(names), _MOST_NAMED)
 
 
 def by_value(values: Mapping[str, str]) -> str:
-    """``eth0 on all 3 hosts``, where they have the same; else ``eth0 on a, b; ib0 on c``."""
+    """Format as ``eth0 on all 3 hosts`` if all values are equal, else as ``eth0 on a, b; ib0 on c``."""
     different = list(dict.fromkeys(values.values()))
     if len(values) == 1:
         return different[0]

@@ -1,4 +1,4 @@
-"""Network interfaces and RDMA adapters of this machine, and the interface that gloo takes."""
+"""Network interfaces and RDMA adapters of this machine, and gloo's choice of interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """A network interface."""
+    """Network interface."""
 
     name: Text
     addresses: tuple[Text, ...]
@@ -39,7 +39,7 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """A port of an RDMA adapter, which NCCL calls HCA."""
+    """Port of an RDMA adapter; NCCL calls it HCA."""
 
     name: Text
     port: Count
@@ -49,11 +49,11 @@ class Adapter:
 
 
 def read_interfaces() -> list[Interface]:
-    """The interfaces of this machine that have an address."""
+    """Return the interfaces of this machine that have an address."""
     states = psutil.net_if_stats()
     found = []
     for name, addresses in psutil.net_if_addrs().items():
-        # The old addresses first: ranks meet by these.
+        # IPv4 first: ranks meet at these addresses.
         known = tuple(
             address.address.partition("%")[0]
             for family in (socket.AF_INET, socket.AF_INET6)
@@ -67,10 +67,10 @@ def read_interfaces() -> list[Interface]:
 
 
 def read_adapters(folder: Path = _INFINIBAND) -> list[Adapter]:
-    """The ports of this machine's RDMA adapters; none where there is no such folder."""
+    """Return the ports of this machine's RDMA adapters; empty if there is no such folder."""
     found = []
     for path in sorted(folder.glob("*/ports/*")):
-        # Ports are numbered from 1; nothing else is expected there, and the kernel's layout may grow.
+        # Ports are numbered from 1. Skip other names, in case the kernel's layout grows.
         if not path.name.isdigit():
             continue
         found.append(
@@ -88,12 +88,12 @@ def read_adapters(folder: Path = _INFINIBAND) -> list[Adapter]:
 def gloo_choice(
     master: str, interfaces: Sequence[Interface], environment: Mapping[str, str] = os.environ
 ) -> tuple[str, str]:
-    """Name of the interface that gloo takes in a run whose ranks meet at ``master``, and its address.
+    """Return name and address of the interface that gloo takes if ranks meet at ``master``.
 
-    ClusterError where GLOO_SOCKET_IFNAME names none of this machine's, or nothing leads to ``master``.
+    Raise ClusterError if GLOO_SOCKET_IFNAME names no interface of this machine, or no interface leads to ``master``.
     """
     named = environment.get(INTERFACE_VARIABLE, "")
-    # gloo takes several in turn; the first stands for them.
+    # gloo uses several in turn; the first one represents them.
     name = named.split(",")[0] or interface_towards(master)
     for interface in interfaces:
         if interface.name == name:
@@ -105,17 +105,17 @@ def gloo_choice(
 
 
 def is_loopback(name: str) -> bool:
-    """Whether an interface leads to its own machine only."""
+    """Return whether an interface only reaches its own machine."""
     return name == "lo" or (name.startswith("lo") and name[2:].isdigit())
 
 
 def is_virtual(name: str) -> bool:
-    """Whether an interface leads to containers and virtual machines on its own machine."""
+    """Return whether an interface leads to containers or virtual machines on its own machine."""
     return name.startswith(_VIRTUAL)
 
 
 def _read(path: Path) -> str:
-    """A file of the system on one line; empty where it cannot be read."""
+    """Return the text of a system file, stripped; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

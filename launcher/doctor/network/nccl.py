@@ -1,7 +1,7 @@
-"""Which network NCCL takes: in its own words if there are GPUs to ask with, and by its rules otherwise.
+"""NCCL's choice of network: from NCCL itself if there are GPUs to ask it with, otherwise by its rules.
 
-NCCL may hang if a port is blocked, and nothing ends such a call. So it is made in a thread that nobody has to wait
-for; the process ends without it.
+NCCL may hang if a port is blocked, and such a call cannot be cancelled. It is therefore made in a daemon thread, and
+the process can exit without waiting for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OUT_OF_BAND = re.compile(r"; OOB ([^:\s]+):")
 
 @dataclass(frozen=True, kw_only=True)
 class NcclNetwork:
-    """How NCCL sends between machines."""
+    """Network that NCCL uses between machines."""
 
     transport: Text
     """``IB``, ``Socket``, or the name of a plug-in; empty where NCCL finds no network."""
@@ -52,7 +52,7 @@ class NcclNetwork:
     """Whether NCCL itself said so."""
 
     def describe(self) -> str:
-        """On one line."""
+        """Return a description on one line."""
         devices = ", ".join(self.devices)
         if self.transport == SOCKET:
             return f"TCP sockets over {devices}"
@@ -65,7 +65,7 @@ class NcclNetwork:
 
 
 def parse_log(text: str) -> NcclNetwork | None:
-    """What NCCL says with NCCL_DEBUG=INFO of the network it takes; None where it got no further than that."""
+    """Return the network reported by NCCL with NCCL_DEBUG=INFO; None if it did not get that far."""
     networks = _NETWORK.findall(text)
     if not networks:
         return None
@@ -75,9 +75,9 @@ def parse_log(text: str) -> NcclNetwork | None:
     for kind, said in _DEVICES.findall(text):
         if kind == transport:
             chosen = said.partition(";")[0]
-            # Of sockets the address follows, of adapters the port.
+            # A socket's name is followed by its address, an adapter's by its port.
             devices = tuple(_without_address(name, kind) for name in _DEVICE.findall(chosen) if name != "RO")
-    # The later words of NCCL win: of newer ones OOB, of all Bootstrap.
+    # All versions print Bootstrap, newer ones also OOB, which overrides it. The last line counts.
     for pattern in (_BOOTSTRAP, _OUT_OF_BAND):
         if found := pattern.findall(text):
             meets_at = found[-1]
@@ -87,14 +87,14 @@ def parse_log(text: str) -> NcclNetwork | None:
 def would_take(
     interfaces: Sequence[Interface], adapters: Sequence[Adapter], environment: Mapping[str, str] = os.environ
 ) -> NcclNetwork:
-    """What NCCL's rules come to here, as its documentation and source (misc/socket.cc, net_ib) have them.
+    """Return the network that follows from NCCL's documented rules and its source (misc/socket.cc, net_ib).
 
-    Plug-ins (libnccl-net.so) are not known to these rules.
+    Plug-ins (libnccl-net.so) are not covered by these rules.
     """
     names = socket_interfaces(interfaces, environment)
     meets_at = next(iter(names), "")
     active = [adapter for adapter in adapters if adapter.is_active and _is_chosen(adapter, environment)]
-    # Any number but 0 switches it off.
+    # Any number except 0 disables InfiniBand.
     is_off = environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     wanted = environment.get("NCCL_NET", "")
     if active and meets_at and not is_off and wanted in ("", INFINIBAND):
@@ -106,12 +106,12 @@ def would_take(
 
 
 def socket_interfaces(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> list[str]:
-    """The interfaces that NCCL takes for sockets: those of NCCL_SOCKET_IFNAME, or the first kind that there is."""
+    """Return NCCL's interfaces for sockets: those of NCCL_SOCKET_IFNAME, or the first kind that exists."""
     names = [interface.name for interface in interfaces if interface.is_up]
     wanted = environment.get("NCCL_SOCKET_IFNAME", "")
     if wanted:
         return list(filter(name_filter(wanted), names))
-    # The order of ncclFindInterfaces: IP over InfiniBand, real interfaces, and only then those of this machine alone.
+    # The order of ncclFindInterfaces: IP over InfiniBand, real interfaces, and only then machine-local ones.
     for rule in ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"):
         if found := list(filter(name_filter(rule), names)):
             return found
@@ -119,7 +119,7 @@ def socket_interfaces(interfaces: Sequence[Interface], environment: Mapping[str,
 
 
 def name_filter(rule: str) -> Callable[[str], bool]:
-    """Whether a name fits NCCL's notation: prefixes, with ``=`` whole names, with ``^`` all others; commas between."""
+    """Return a predicate for NCCL's name notation: comma-separated prefixes, exact with ``=``, negated with ``^``."""
     is_excluding = rule.startswith("^")
     rule = rule.removeprefix("^")
     is_exact = rule.startswith("=")
@@ -133,11 +133,11 @@ def name_filter(rule: str) -> Callable[[str], bool]:
 
 
 def _is_chosen(adapter: Adapter, environment: Mapping[str, str]) -> bool:
-    """Whether NCCL_IB_HCA lets a port be used: a name there may end in a port."""
+    """Return whether NCCL_IB_HCA allows a port: a name in it may end in a port number."""
     rule = environment.get("NCCL_IB_HCA", "")
     if not rule:
         return True
-    # "^" and "=" stand before the whole list, not before each name.
+    # "^" and "=" stand before the full list, not before each name.
     marks = rule[: len(rule) - len(rule.lstrip("^="))]
     chosen = []
     for part in rule[len(marks) :].split(","):
@@ -160,9 +160,9 @@ def _without_address(name: str, kind: str) -> str:
 
 
 def call_nccl(*, rank: int, world_size: int, gpu: int, store: tuple[str, int]) -> dict[str, Any]:
-    """Make a tiny call of NCCL on a GPU; return the network that it names, and what went wrong, as plain values.
+    """Make a tiny NCCL call on a GPU; return the network that NCCL reports and any fault, as plain values.
 
-    ``world_size`` ranks, of which each has a GPU of its own, meet at the address and port ``store`` of the first one.
+    ``world_size`` ranks, each with a GPU of its own, meet at ``store``, the address and port of the first one.
     """
     fault = ""
 
@@ -171,12 +171,12 @@ def call_nccl(*, rank: int, world_size: int, gpu: int, store: tuple[str, int]) -
         try:
             _start_nccl(rank, world_size, torch.device("cuda", gpu), store)
         except Exception as error:
-            # Also faults of libraries: what they say is all that there is to tell.
+            # Also errors of libraries: their message is the only information.
             fault = first_line(error)
 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "nccl"
-        # Read by NCCL when it is first used. What the user has it say goes to the same file, and is not needed.
+        # Read by NCCL on first use. Output of the user's own debug settings goes to this file too, and is not needed.
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(log))
         thread = threading.Thread(target=work, name="nccl", daemon=True)
         thread.start()
@@ -190,15 +190,15 @@ def call_nccl(*, rank: int, world_size: int, gpu: int, store: tuple[str, int]) -
 
 
 def _start_nccl(rank: int, world_size: int, device: torch.device, place: tuple[str, int]) -> None:
-    # A thread has a current device of its own.
+    # The current device is per thread.
     torch.cuda.set_device(device)
     store: dist.Store = dist.HashStore()
     if world_size > 1:
         timeout = timedelta(seconds=_STORE_SECONDS)
-        # Without waiting for the others: one that does not come must not keep those that do.
+        # Do not wait for the others: a missing rank must not block those that arrive.
         store = dist.TCPStore(*place, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     timeout = timedelta(seconds=START_SECONDS)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=timeout)
     warm(world_group())
-    # The sum is only queued so far: NCCL may still be looking for its ranks.
+    # The sum is only queued so far: NCCL may still be connecting its ranks.
     torch.cuda.synchronize(device)

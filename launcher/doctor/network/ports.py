@@ -1,4 +1,4 @@
-"""Whether one machine reaches a TCP port of another: a listener that says a word, and a client that expects it."""
+"""Test of TCP ports between machines: a listener that sends a word, and a client that expects it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _WORD_BYTES = 32
 
 
 class Listener:
-    """Answers everyone who connects with a word, in a thread."""
+    """Server that answers every connection with a word, in a thread."""
 
     def __init__(self, address: str, port: int, word: str) -> None:
-        """Listen at ``port`` (0: one that is free) of an address of this machine ("": all). OSError where it cannot."""
+        """Listen at ``port`` (0: any free one) of a local ``address`` ("": all). Raise OSError if that fails."""
         self._word = word.encode()
-        # As PyTorch's store does: a connection of an ended run that lingers is no obstacle.
+        # Like PyTorch's store: lingering connections of an ended run do not block the port.
         self._socket = socket.create_server((address, port), family=_family(address), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
         """Where it listens."""
@@ -30,8 +30,8 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more; the port is free afterwards."""
-        # It wakes the thread, which closing alone would not.
+        """Stop listening and free the port."""
+        # Shutdown wakes the thread; closing alone would not.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(SECONDS)
@@ -49,12 +49,12 @@ class Listener:
 
 
 def new_word() -> str:
-    """A word that nothing else at a port says."""
+    """Return a random word that no other program sends."""
     return secrets.token_hex(_WORD_BYTES // 2)
 
 
 def try_ports(targets: Sequence[tuple[str, int]], word: str) -> list[str]:
-    """For each address and port what is wrong; "" where it answers with the word. All are tried at the same time."""
+    """Try all ports at the same time; return the problem of each, "" if it answers with the word."""
     if not targets:
         return []
     with ThreadPoolExecutor(max_workers=min(_MOST_AT_ONCE, len(targets))) as pool:
@@ -62,9 +62,9 @@ def try_ports(targets: Sequence[tuple[str, int]], word: str) -> list[str]:
 
 
 def try_port(address: str, port: int, word: str, *, seconds: float = SECONDS) -> str:
-    """What is wrong with a port of another machine, on one line; "" where it answers with the word."""
+    """Return the problem of another machine's port on one line; "" if it answers with the word."""
     deadline = time.monotonic() + seconds
-    # A connection alone proves little: a proxy, or a queue that nobody serves, accepts it too.
+    # A connection alone proves little: a proxy, or a backlog without a server, accepts it too.
     try:
         connection = socket.create_connection((address, port), timeout=seconds)
     except TimeoutError:
@@ -77,14 +77,14 @@ def try_port(address: str, port: int, word: str, *, seconds: float = SECONDS) ->
         said = _hear(connection, deadline)
     if said == word.encode():
         return ""
-    # Behind an address that two machines share, or a forwarded port, somebody else may listen.
+    # With an address shared by two machines, or a forwarded port, another program may listen.
     if said:
         return "another program answers"
     return f"connected, and no word within {seconds:g} s"
 
 
 def _hear(connection: socket.socket, deadline: float) -> bytes:
-    """What the other side says, at most a word."""
+    """Return the bytes received until the deadline, at most the length of a word."""
     said = b""
     with contextlib.suppress(OSError):
         while len(said) < _WORD_BYTES:

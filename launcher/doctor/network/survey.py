@@ -1,8 +1,8 @@
-"""Look at the network between hosts: who reaches whom, and by what. A worker a host; this process asks them all.
+"""Survey of the network between hosts: reachable ports and the interfaces used, by one worker per host.
 
-The order of things: the first host listens where ranks would meet; every host listens where gloo would; every host
-tries the ports of all others; those with GPUs start NCCL. What one host cannot do keeps no other host from being
-asked, and everything ends in time.
+The order: the first host listens at the meeting place of the ranks; every host listens at gloo's interface; every host
+tries the ports of all others; those with GPUs start NCCL. A failure on one host does not stop the survey of the others,
+and every phase has a time limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, kw_only=True)
 class HostNetwork:
-    """The network as one host sees it."""
+    """Network as seen by one host."""
 
     interface: Text
     """The one that gloo takes."""
@@ -57,7 +57,7 @@ class HostNetwork:
 
 @dataclass(frozen=True, kw_only=True)
 class NcclAnswer:
-    """What NCCL said on a host."""
+    """Answer of NCCL on a host."""
 
     network: NcclNetwork | None
     fault: Text
@@ -66,7 +66,7 @@ class NcclAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """A port that one host tries on another."""
+    """Port that one host tries on another."""
 
     source: str
     target: str
@@ -79,7 +79,7 @@ class Port:
 
 @dataclass(kw_only=True)
 class Survey:
-    """What is known of the network between hosts, which are named as in the hostfile."""
+    """State of the network between hosts, named as in the hostfile."""
 
     hosts: Sequence[str]
     networks: Mapping[str, HostNetwork] = field(default_factory=dict)
@@ -95,9 +95,9 @@ class Survey:
 
 
 def survey(sessions: Sequence[Session], *, port: int, over_ssh: bool) -> Survey:
-    """All that these workers, the first host's first, can find out.
+    """Survey the network with these workers, the first host's first.
 
-    ``port`` is where ranks would meet (0: any); ``over_ssh`` says that hosts are other machines.
+    ``port`` is the port at which ranks would meet (0: any); ``over_ssh`` is True if hosts are other machines.
     """
     surveyor = _Surveyor(sessions)
     surveyor.find_meeting_place(port, over_ssh=over_ssh)
@@ -109,7 +109,7 @@ def survey(sessions: Sequence[Session], *, port: int, over_ssh: bool) -> Survey:
 
 
 class _Surveyor:
-    """Asks workers, phase by phase, and notes what they say."""
+    """Conductor of a survey: sends orders to the workers phase by phase and records the answers."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self._sessions = {session.name: session for session in sessions}
@@ -117,7 +117,7 @@ class _Surveyor:
         self.found = Survey(hosts=self._names)
 
     def ask(self, orders: Mapping[str, dict[str, Any]], seconds: float, kind: TypeAdapter[Answer]) -> dict[str, Answer]:
-        """Give hosts their orders, all at the same time; one without an answer is silent and not asked again."""
+        """Send orders to hosts at the same time; one that does not answer is marked silent and not asked again."""
 
         def ask(name: str) -> Answer | ClusterError:
             try:
@@ -127,7 +127,7 @@ class _Surveyor:
 
         names = [name for name in orders if name not in self.found.silent]
         answers: dict[str, Answer] = {}
-        # All at once, however many there are: ranks of NCCL wait for one another.
+        # One thread per host, regardless of their number: NCCL's ranks wait for one another.
         with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
             for name, answer in zip(names, pool.map(ask, names), strict=True):
                 if isinstance(answer, ClusterError):
@@ -137,22 +137,22 @@ class _Surveyor:
         return answers
 
     def find_meeting_place(self, port: int, *, over_ssh: bool) -> None:
-        """Where ranks of a run would meet: an address of the first host, which listens there now."""
+        """Record the meeting place of a run's ranks: an address of the first host, which starts to listen there."""
         first = self._names[0]
         order = {"do": "lead", "port": port, "word": self._word, "over_ssh": over_ssh}
         places = self.ask({first: order}, START_SECONDS, TypeAdapter(tuple[Address, PortNumber]))
         self.found.meeting_place = places.get(first)
 
     def look_around(self) -> None:
-        """Every host listens where gloo would, and tells of its network."""
+        """Let every host listen at gloo's interface and report its network."""
         assert self.found.meeting_place is not None
         order = {"do": "listen", "master": self.found.meeting_place[0], "word": self._word}
-        # Those that start slowly have had no order before this one.
+        # For all hosts but the first this is the first order, so it includes their start.
         seconds = START_SECONDS + _LOOK_SECONDS
         self.found.networks = self.ask(dict.fromkeys(self._names, order), seconds, TypeAdapter(HostNetwork))
 
     def try_ports(self) -> None:
-        """Every host tries the ports of all others."""
+        """Let every host try the ports of all others."""
         ports = {name: self._ports_for(name) for name in self.found.networks}
         orders = {
             name: {"do": "connect", "word": self._word, "targets": [[port.address, port.number] for port in tried]}
@@ -169,7 +169,7 @@ class _Surveyor:
                     self.found.blocked.append(replace(port, problem=problem))
 
     def _ports_for(self, name: str) -> list[Port]:
-        """What a host tries: where ranks meet, and where gloo would listen on every other host."""
+        """Return the ports that a host tries: the meeting place, and gloo's port on every other host."""
         assert self.found.meeting_place is not None
         places = [
             (other, network.address, network.port, False)
@@ -184,7 +184,7 @@ class _Surveyor:
         ]
 
     def ask_nccl(self) -> None:
-        """Start NCCL on all hosts with GPUs together, and note which network it takes."""
+        """Start NCCL on all hosts with GPUs together, and record the network it takes."""
         networks = self.found.networks
         gpus = _gpus(networks, [name for name in networks if name not in self.found.silent])
         names = list(gpus)
@@ -192,14 +192,14 @@ class _Surveyor:
             return
         is_apart = any({port.source, port.target} <= set(names) for port in self.found.blocked)
         if is_apart:
-            # It would wait for them for ever.
+            # NCCL would wait for them forever.
             self.found.nccl_problem = "not started together: hosts do not reach each other"
-        # They meet where the first of them listens: all others have reached it.
+        # They meet at the first host's listening port, which all others have reached.
         store = (networks[names[0]].address, networks[names[0]].port)
         orders = {}
         for rank, name in enumerate(names):
             orders[name] = {"do": "nccl", "rank": rank, "world_size": len(names), "gpu": gpus[name], "store": store}
-            # Each alone still says which network it would take.
+            # Started alone, each still reports the network it would take.
             if is_apart:
                 orders[name] |= {"rank": 0, "world_size": 1}
         for name, answer in self.ask(orders, _NCCL_SECONDS, TypeAdapter(NcclAnswer)).items():
@@ -210,7 +210,7 @@ class _Surveyor:
 
 
 def _gpus(networks: Mapping[str, HostNetwork], members: Sequence[str]) -> dict[str, int]:
-    """The hosts that have a GPU, and which one each takes: two names of one machine take two."""
+    """Return the hosts that have a GPU, each with a GPU index: two names of one machine take two different GPUs."""
     taken: dict[str, int] = {}
     gpus: dict[str, int] = {}
     for name in members:

@@ -1,4 +1,4 @@
-"""Which requests are worked on together: those of one context, those that fit one forward pass, those of one rank."""
+"""Grouping of requests: by context, by forward pass, and by rank."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from longctx.generation.scoring import Pair
 
 
 def by_context(pairs: Sequence[Pair]) -> list[list[int]]:
-    """The indices of pairs with the same context; the longest group first, so that what does not fit fails early."""
+    """Return the indices of pairs grouped by context; the longest group first, so that memory errors come early."""
     groups: dict[bytes, list[int]] = {}
     for index, pair in enumerate(pairs):
         groups.setdefault(compact(pair.context).tobytes(), []).append(index)
-    # Sorting is stable: every rank has the same order.
+    # Sorting is stable, so every rank has the same order.
     return sorted(groups.values(), key=lambda group: -max(pairs[index].num_read for index in group))
 
 
 def compact(ids: Sequence[int]) -> array[int]:
-    """The ids in four bytes each: hundreds of long texts wait at once."""
+    """Return the ids in four bytes each, because hundreds of long texts wait at once."""
     return array("i", ids)
 
 
 def packs(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Neighbouring indices whose lengths are together at most ``limit``; a longer one is alone."""
+    """Group neighbouring indices up to a total length of ``limit``; a longer item is alone."""
     found: list[list[int]] = []
-    # As if a full one stood before the first.
+    # Start as if a full group came before.
     used = limit
     for index, length in enumerate(lengths):
         if used + length > limit:
@@ -37,7 +37,7 @@ def packs(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def deal_by_cost(costs: Sequence[int], degree: int) -> list[list[int]]:
-    """Indices for each of ``degree`` ranks, about even in cost: the next costliest to whoever has least."""
+    """Divide indices among ``degree`` ranks with about equal cost: the costliest next, to the rank with the least."""
     shares: list[list[int]] = [[] for _ in range(degree)]
     totals = [0] * degree
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -48,7 +48,7 @@ def deal_by_cost(costs: Sequence[int], degree: int) -> list[list[int]]:
 
 
 def portions(costs: Sequence[int], limit: int) -> Iterator[range]:
-    """Yield ranges of neighbours that cost about ``limit`` together, at least one each."""
+    """Yield ranges of neighbours with a total cost of about ``limit``, at least one item each."""
     start, total = 0, 0
     for index, cost in enumerate(costs):
         if index > start and total + cost > limit:

@@ -1,4 +1,4 @@
-"""lm-eval's turns as text, by the model's chat template, as its class for Hugging Face models makes it of them."""
+"""Render lm-eval's turns by the model's chat template, in the same way as its class for Hugging Face models."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Chats:
-    """Turns as text, by one of a tokenizer's chat templates."""
+    """Renderer of turns by one of a tokenizer's chat templates."""
 
     def __init__(self, tokenizer: Tokenizer, name: str = DEFAULT, options: Mapping[str, Any] | None = None) -> None:
-        """ConfigError for a tokenizer without that template; ``options`` are variables of it."""
+        """Find the template ``name``; ``options`` are variables of it. Raise ConfigError if the tokenizer lacks it."""
         templates = find_templates(tokenizer.files, tokenizer.path)
         if name not in templates:
             there = f"There are: {', '.join(templates)}."
@@ -34,10 +34,10 @@ class Chats:
         self._variables = template_variables(tokenizer) | dict(options or {})
 
     def render(self, turns: Sequence[Mapping[str, str]], *, asks: bool) -> str:
-        """Return turns as text: with the prompt for a reply, or, unless it ``asks``, up to the end of the last turn.
+        """Render turns with the prompt for a reply, or, unless it ``asks``, up to the end of the last turn.
 
-        TemplateError if the template refuses them. One that refuses system turns gets the others alone, and the log
-        says so.
+        Raise TemplateError if the template refuses them. If it refuses system turns, render the others and log a
+        warning.
         """
         try:
             return self._rendered(turns, asks=asks)

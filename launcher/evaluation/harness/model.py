@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
-"""``LongctxLM``: a model of ours as lm-eval asks for one. The only file that imports lm-eval.
+"""``LongctxLM``: lm-eval's interface to our models. This is the only file that imports lm-eval.
 
-``launcher/lm_eval.py`` starts it: lm-eval 0.4.13 knows no models of other packages until they are imported.
+``launcher/lm_eval.py`` starts it: lm-eval 0.4.13 does not know models of other packages before they are imported.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _RANKS: list[Ranks] = []
 
 
 def share_ranks(ranks: Ranks) -> None:
-    """Make the models of this process work on these ranks."""
+    """Let the models of this process run on these ranks."""
     _RANKS[:] = [ranks]
 
 
 @register_model(NAME)
 class LongctxLM(LM):
-    """A checkpoint, a run's newest one, or a Hugging Face folder, on the ranks that were started."""
+    """Checkpoint, newest checkpoint of a run, or Hugging Face folder as an lm-eval model, on all started ranks."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class LongctxLM(LM):
         device: str | None = None,
         **arguments: Any,
     ) -> None:
-        """``arguments`` are those of ``--model_args`` (``Settings``), the others lm-eval's own options."""
+        """Load the model. ``arguments`` are from ``--model_args`` (``Settings``), the others lm-eval's own options."""
         super().__init__()
         self._settings = Settings.of(arguments)
         self._num_sequences = _sequences(batch_size, max_batch_size)
-        # lm-eval makes the model itself, so ranks cannot be an argument.
+        # lm-eval creates the model itself, so ranks cannot be an argument.
         self._ranks = (_RANKS or [Ranks(choose_device(device_wish(device), "--device"))])[0]
         self._subject = self._ranks.load(self._settings)
         self._limit = self._settings.limit(self._subject.model)
@@ -69,13 +69,13 @@ class LongctxLM(LM):
 
     @property
     def max_length(self) -> int:
-        """Tokens that a text may have."""
+        """Maximum number of tokens in a text."""
         return self._limit
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells one tokenizer with its templates from another: lm-eval keeps rendered requests under it."""
-        # It is asked for with a chat template alone, and then kept requests come without a call that renders.
+        """Hash of the tokenizer and its templates. lm-eval uses it as the cache key of rendered requests."""
+        # Only called with a chat template. Cached requests then arrive without a rendering call.
         self._encoder.reads_control = True
         tokenizer = self._subject.tokenizer
         chosen = self._chats.text if self._chats else ""
@@ -83,7 +83,7 @@ class LongctxLM(LM):
         return hashlib.sha256(repr([*parts, self._settings.enable_thinking]).encode()).hexdigest()
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside its results."""
+        """Return the model information that lm-eval stores with its results."""
         return {
             "model_name": self._subject.name,
             "model_weights": self._subject.fingerprint,
@@ -93,7 +93,7 @@ class LongctxLM(LM):
         }
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether it is the greedy one."""
+        """Return the log-likelihood of each continuation, and whether it is the greedy one."""
         texts = [request.args for request in requests]
         pairs = [_compact(self._encoder.pair(context, continuation)) for context, continuation in texts]
         self._check([pair.num_read for pair in pairs], "the longest takes")
@@ -101,9 +101,9 @@ class LongctxLM(LM):
         return [(score.log_likelihood, score.is_greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each whole text, in windows of ``max_length`` tokens."""
+        """Return the log-likelihood of each full text, computed in windows of ``max_length`` tokens."""
         texts = [request.args[0] for request in requests]
-        # Each window is a text of its own, which begins at position 0.
+        # Each window is a separate text that begins at position 0.
         windows = [[_compact(pair) for pair in self._encoder.windows(text, self._limit)] for text in texts]
         scores = iter(self._score([pair for parts in windows for pair in parts], None, disable_tqdm))
         sums = []
@@ -113,7 +113,7 @@ class LongctxLM(LM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text after each context."""
+        """Return the generated text after each context."""
         special = self._subject.tokenizer.special
         end = None
         if special.end is not None:
@@ -124,7 +124,7 @@ class LongctxLM(LM):
             [len(ids) + how.max_new_tokens for ids, how in zip(prompts, wanted, strict=True)],
             "prompt and max_gen_toks take together up to",
         )
-        # Requests of one task have the same options; of several, those of one kind are continued together.
+        # Requests of one task share their options; with several tasks, requests with equal options are batched.
         kinds: dict[Generation, list[int]] = {}
         for index, how in enumerate(wanted):
             kinds.setdefault(how, []).append(index)
@@ -135,7 +135,7 @@ class LongctxLM(LM):
                 costs = [len(prompts[index]) + how.max_new_tokens for index in indices]
                 for part in portions(costs, PORTION_TOKENS * self._ranks.data_degree):
                     asked = [indices[at] for at in part]
-                    # Seeds follow these numbers, whatever the portions are.
+                    # Seeds follow these numbers, independent of the portions.
                     numbered = [(self._num_sampled + n, prompts[index]) for n, index in enumerate(asked)]
                     self._num_sampled += len(asked)
                     texts = self._ranks.generate(numbered, how, self._num_sequences)
@@ -146,14 +146,14 @@ class LongctxLM(LM):
         return [answers[index] for index in range(len(requests))]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return turns as text; without a prompt for a reply the last one goes on."""
+        """Render turns as text; without a generation prompt the last turn is left open."""
         self._encoder.reads_control = True
         if self._chats is None:
             self._chats = self._chats_of(DEFAULT)
         return self._chats.render(chat_history, asks=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Choose a template by its name, or with ``True`` the default, and return it; None if none is asked for."""
+        """Choose a template by name, or the default for ``True``, and return its text; None if none is requested."""
         if not chat_template:
             return None
         self._encoder.reads_control = True
@@ -173,8 +173,8 @@ class LongctxLM(LM):
     def _score(
         self, pairs: list[Pair], cached: list[tuple[str, tuple[str, ...]]] | None, disable_tqdm: bool
     ) -> list[Score]:
-        """The score of each pair, portion by portion; ``cached`` is what each answers in lm-eval's cache."""
-        # Those of one context stay together, and what takes most memory comes first.
+        """Return the score of each pair, portion by portion; ``cached`` holds each pair's key in lm-eval's cache."""
+        # Pairs of one context stay together, and the largest come first.
         order = [index for group in by_context(pairs) for index in group]
         scores: dict[int, Score] = {}
         with tqdm(total=len(pairs), desc="longctx: loglikelihood", disable=disable_tqdm) as bar:
@@ -192,7 +192,7 @@ class LongctxLM(LM):
 
 
 def run_command(arguments: Sequence[str]) -> None:
-    """lm-eval's own command line, with our model unless another is named."""
+    """Run lm-eval's own command line, with our model unless another is named."""
     from lm_eval.__main__ import cli_evaluate
 
     words = list(arguments)
@@ -209,7 +209,7 @@ def _compact(pair: Pair) -> Pair:
 
 
 def _sequences(batch_size: int | str | None, max_batch_size: int | None) -> int:
-    """Texts that are generated together, by lm-eval's ``--batch_size``."""
+    """Return the number of texts generated together, from lm-eval's ``--batch_size``."""
     if batch_size is None or str(batch_size).startswith("auto"):
         return max_batch_size or MAX_SEQUENCES
     if not str(batch_size).isdigit() or int(batch_size) < 1:

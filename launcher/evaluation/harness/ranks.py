@@ -1,6 +1,6 @@
-"""Rank 0 runs lm-eval and asks; the other ranks wait for what it asks, and do their part.
+"""Rank 0 runs lm-eval and sends requests; the other ranks wait for them and do their part.
 
-Tasks, data sets, scores and files are rank 0's alone. The others see settings and token ids.
+Tasks, data sets, scores and files exist on rank 0 only. The other ranks only see settings and token ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 
 class Worker:
-    """This rank's part of the model, and its share of the work. Ranks of a context group work on one text together."""
+    """This rank's part of the model and its share of the work. Ranks of a context group share each text."""
 
     def __init__(self, settings: Settings, opened: OpenedModel, device: torch.device) -> None:
         """Load the model. Collective."""
@@ -39,7 +39,7 @@ class Worker:
         self._model = build_decoder(opened, self.mesh, getattr(torch, settings.dtype), device)
 
     def score(self, pairs: Sequence[Pair]) -> dict[int, Score]:
-        """The score of each pair of this rank's share, by its index."""
+        """Return the score of each pair of this rank's share, by its index."""
         groups = by_context(pairs)
         # Continuations of one context go to one rank, which reads it once.
         costs = [sum(pairs[index].num_read for index in group) for group in groups]
@@ -61,17 +61,17 @@ class Worker:
     def generate(
         self, prompts: Sequence[tuple[int, Sequence[int]]], generation: Generation, many: int
     ) -> dict[int, str]:
-        """The text after each prompt of this rank's share, by its index.
+        """Return the text after each prompt of this rank's share, by its index.
 
-        ``prompts`` are (number, ids), at least one; what is sampled is drawn from the seed plus the number. ``many``
-        are under way together where there is memory for so many. Collective.
+        ``prompts`` are (number, ids), at least one; the seed of a sampled text is the base seed plus its number. Up to
+        ``many`` prompts are generated together if they fit in memory. Collective.
         """
         costs = [len(ids) + generation.max_new_tokens for _, ids in prompts]
         mine = sorted(deal_by_cost(costs, self.mesh.data)[self.mesh.data_rank])
         options = self._options(generation)
         found: dict[int, str] = {}
         if isinstance(generation.strategy, Sample):
-            # The same prompt twice, which some tasks ask for, must not give the same text twice.
+            # Some tasks repeat a prompt, and the copies must get different texts.
             for index in mine:
                 number, ids = prompts[index]
                 strategy = replace(generation.strategy, seed=self._settings.seed + number)
@@ -79,7 +79,7 @@ class Worker:
                 found[index] = self._text(new_ids, generation)
             return found
         assert isinstance(generation.strategy, (Greedy, Beams))
-        # Of all prompts and not of this rank's share: every rank asks for as many.
+        # By all prompts and not this rank's share: every rank must pass the same number.
         many = fitting_together(
             self._opened.model,
             self.mesh,
@@ -102,8 +102,8 @@ class Worker:
         return found
 
     def _packs(self, pairs: Sequence[Pair], group: list[int]) -> bool:
-        """Whether the pairs of one context are read whole, each in a row with others."""
-        # Of a context group each rank reads its part of one text: rows of several texts have no cache to share.
+        """Return whether the pairs of one context are read in full, each packed in a row with others."""
+        # In a context group each rank reads a part of one text, so rows of several texts are not possible.
         if self.mesh.context > 1 or not can_share(self._model):
             return False
         if max(pairs[index].num_read for index in group) > self._settings.chunk_tokens:
@@ -121,14 +121,14 @@ class Worker:
         return options
 
     def _text(self, ids: list[int], generation: Generation) -> str:
-        # By itself, as lm-eval decodes it: some tokenizers drop the space before whatever they decode first.
+        # Decoded by itself, like lm-eval does: some tokenizers drop the space before the first token.
         text = self._decode(ids)
         ends = [at for at in map(text.find, generation.until) if at >= 0]
         return text[: min(ends, default=len(text))]
 
 
 class Ranks:
-    """The ranks of the process group that is there, if any. All of them make one, at the same time."""
+    """The ranks of the current process group, if any. All ranks create one at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -137,31 +137,31 @@ class Ranks:
 
     @property
     def data_degree(self) -> int:
-        """How many texts are worked on at once by different ranks."""
+        """Number of texts processed at the same time by different ranks."""
         assert self._worker is not None, "no model is loaded"
         return self._worker.mesh.data
 
     def load(self, settings: Settings) -> OpenedModel:
-        """Load a model on all ranks. Rank 0 calls this."""
+        """Load a model on all ranks. Called by rank 0."""
         return self._ask("load", settings)
 
     def score(self, pairs: Sequence[Pair]) -> list[Score]:
-        """The score of each pair. Rank 0 calls this."""
+        """Return the score of each pair. Called by rank 0."""
         return _in_order(self._ask("score", pairs))
 
     def generate(self, prompts: Sequence[tuple[int, Sequence[int]]], generation: Generation, many: int) -> list[str]:
-        """The text after each prompt. Rank 0 calls this."""
+        """Return the text after each prompt. Called by rank 0."""
         return _in_order(self._ask("generate", prompts, generation, many))
 
     def end(self) -> None:
-        """Let the other ranks go. Rank 0 calls this, however lm-eval ended."""
-        # After an error that all ranks met, none of them listens any more.
+        """Release the other ranks. Called by rank 0, even after an error in lm-eval."""
+        # After an error on all ranks, none of them listens any more.
         if not self._has_ended:
             self._has_ended = True
             self._tell(None)
 
     def serve(self) -> None:
-        """Do what rank 0 asks, until it lets go. Every other rank calls this."""
+        """Execute rank 0's requests until it releases this rank. Called by every other rank."""
         while True:
             asked = self._tell(None)
             if asked is None:
@@ -174,14 +174,14 @@ class Ranks:
         return self._do(name, arguments)
 
     def _do(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """Do one thing together with all ranks, and have its result."""
+        """Execute one request together with all ranks and return its result."""
         try:
             if name == "load":
                 return self._load(*arguments)
             assert self._worker is not None, "no model is loaded"
             return self._gathered(lambda: getattr(self._worker, name)(*arguments))
         except BaseException:
-            # All ranks raise what one of them met, or lose contact with it: nobody listens any more.
+            # All ranks raise an error of one of them, or lose contact with it: no rank listens any more.
             self._has_ended = True
             raise
 
@@ -191,22 +191,22 @@ class Ranks:
         return opened
 
     def _gathered(self, action: Callable[[], dict[int, Value]]) -> dict[int, Value]:
-        """What the ranks found, each in its share."""
+        """Return the results of all ranks' shares."""
         problem, found = None, {}
         try:
             found = action()
         except LongCtxError as error:
             problem = error
-        # Shares take unequal times: the control group waits for the longest.
+        # Shares take different times: the control group waits for the longest.
         agree_or_raise(problem)
-        # All ranks of a context group have the same; one of them speaks.
+        # All ranks of a context group have the same results; one of them sends them.
         assert self._worker is not None
         if self._worker.mesh.context_rank != 0:
             found = {}
         return {index: value for part in gather_objects(found) for index, value in part.items()}
 
     def _tell(self, asked: tuple[str, tuple[Any, ...]] | None) -> tuple[str, tuple[Any, ...]] | None:
-        """What rank 0 says, on every rank. Collective."""
+        """Broadcast rank 0's request to every rank and return it. Collective."""
         # Rank 0 may prepare data sets for hours: the control group waits.
         return broadcast_object(asked)
 

@@ -1,6 +1,6 @@
 """lm-eval's requests as token ids, by the rules of its own class for Hugging Face models (``--model hf``).
 
-Texts begin as that class begins them, so that log-likelihoods compare. Nothing is ever cut.
+Texts begin like in that class, so that log-likelihoods are comparable. No text is ever truncated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PENALTIES = {"repetition_penalty": "repetition", "presence_penalty": "presence"
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """How prompts are continued."""
+    """Options for continuing prompts."""
 
     max_new_tokens: int
     until: tuple[str, ...]
@@ -42,10 +42,10 @@ class Generation:
 
 
 class Encoder:
-    """Texts as ids."""
+    """Encoder of texts into token ids."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """ConfigError for a tokenizer that names neither a begin nor an end token."""
+        """Choose the prefix token. Raise ConfigError for a tokenizer with neither a begin nor an end token."""
         self._tokenizer = tokenizer
         special = tokenizer.special
         prefix = special.bos
@@ -60,11 +60,11 @@ class Encoder:
         """Whether texts come from a chat template: the control tokens that they spell are control tokens."""
 
     def begin(self) -> list[int]:
-        """Return the prefix, the one id before a text without a context; DataError if the model has no row for it."""
+        """Return the prefix, the one id before a text without a context. DataError if the model has no row for it."""
         return check_rows(self._tokenizer, np.array([self.prefix]), "the beginning of a text").tolist()
 
     def text(self, text: str) -> list[int]:
-        """The ids of a text, with the one that begins a document where the tokenizer puts one there."""
+        """Return the ids of a text, including the begin id if the tokenizer adds one."""
         if self._begins(text):
             return self._without_begin(text)
         if self.reads_control:
@@ -72,9 +72,9 @@ class Encoder:
         return self._tokenizer.encode_prompt(text)
 
     def pair(self, context: str, continuation: str) -> Pair:
-        """The ids of both. Spaces at the end of the context belong to the continuation.
+        """Return the ids of both. Spaces at the end of the context are moved to the continuation.
 
-        ConfigError where no id is the continuation's own.
+        Raise ConfigError if the continuation has no token of its own.
         """
         if not context:
             ids = self._without_begin(continuation)
@@ -85,29 +85,29 @@ class Encoder:
         stripped = context.rstrip()
         whole = self.text(context + continuation)
         start = self.text(stripped)
-        # A context of spaces alone, and a tokenizer that puts nothing before a text.
+        # ``start`` is empty for a context of spaces only and a tokenizer without a begin token.
         return self._checked(start or self.begin(), whole[len(start) :], context, continuation)
 
     def windows(self, text: str, max_length: int) -> list[Pair]:
-        """A text in parts for its perplexity: each of its ids is the continuation of one part.
+        """Split a text into parts for its perplexity: each of its ids is in the continuation of exactly one part.
 
-        As lm-eval cuts it: parts have ``max_length`` ids, and the last one the context that it would have by itself.
+        Like in lm-eval, parts have ``max_length`` ids, and the last part gets as much context as fits.
         """
         ids = self.text(text)
         pairs = []
         for start in range(0, len(ids), max_length):
             stop = min(start + max_length, len(ids))
-            # One id more than the model reads: the last one is only predicted.
+            # One id more than the model reads: the last id is only predicted.
             context = ids[max(0, stop - max_length - 1) : start]
             pairs.append(Pair(context or self.begin(), ids[start:stop]))
         return pairs
 
     def _begins(self, text: str) -> bool:
-        """Whether the text itself spells the token that would begin it."""
+        """Return whether the text itself spells its begin token."""
         return bool(self._spelt) and text.startswith(self._spelt)
 
     def _without_begin(self, text: str) -> list[int]:
-        """The ids of a text alone. Where it spells its first token, that is the token: a prompt may come with it."""
+        """Return the ids of a text alone. A spelled begin token becomes the token itself: a prompt may contain it."""
         if self.reads_control:
             return encode_rendered(self._tokenizer, text).ids.tolist()
         if not self._begins(text):
@@ -125,7 +125,7 @@ class Encoder:
 
 
 def check_lengths(needed: Sequence[int], limit: int, what: str, advice: str) -> None:
-    """ConfigError where a text needs more tokens than ``limit``: it would have to be cut."""
+    """Raise ConfigError if a text needs more tokens than ``limit``, because it would have to be truncated."""
     too_long = [tokens for tokens in needed if tokens > limit]
     if too_long:
         raise ConfigError(
@@ -136,11 +136,11 @@ def check_lengths(needed: Sequence[int], limit: int, what: str, advice: str) -> 
 
 
 def generation_of(options: Mapping[str, Any], *, end: str | None = None) -> Generation:
-    """A task's ``generation_kwargs``; ConfigError for an option that is unknown or would do nothing.
+    """Parse a task's ``generation_kwargs``. Raise ConfigError for an option that is unknown or has no effect.
 
-    ``end`` is how the end token is spelt: a text ends before it too.
+    ``end`` is the spelling of the end token; a text ends before it too.
     """
-    # lm-eval writes None for what a task leaves open.
+    # lm-eval writes None for options that a task does not set.
     given = {name: value for name, value in options.items() if value is not None}
     until = given.pop("until", ())
     if isinstance(until, str):
@@ -159,7 +159,7 @@ def generation_of(options: Mapping[str, Any], *, end: str | None = None) -> Gene
 
 
 def _strategy(given: dict[str, Any]) -> Greedy | Sample | Beams:
-    """Greedy unless a temperature or beams are asked for; ``given`` is what is left of the options."""
+    """Return greedy decoding unless a temperature or beams are requested; ``given`` are the remaining options."""
     num_beams = int(given.pop("num_beams", 1))
     temperature = float(given.pop("temperature", 0.0))
     samples = given.pop("do_sample", temperature > 0)
@@ -174,7 +174,7 @@ def _strategy(given: dict[str, Any]) -> Greedy | Sample | Beams:
         if samples:
             raise ConfigError(f"num_beams={num_beams} searches and does not sample. Leave temperature out.")
         return Beams(num_beams=num_beams, **searched)
-    # Greedy decoding has no use for the options of sampling: tasks give them all the same, and transformers warns.
+    # Greedy decoding ignores sampling options: tasks give them nevertheless, and transformers only warns.
     if not samples:
         return Greedy()
     return Sample(temperature=temperature, **sampled)

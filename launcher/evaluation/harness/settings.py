@@ -1,4 +1,4 @@
-"""What ``--model_args`` says of a model of ours, as values."""
+"""Settings of one of our models from lm-eval's ``--model_args``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {"Path": str, "Path | None": str, "str": str, "int": int, "bool": bool,
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The model, and how it is run. Every rank has the same."""
+    """Settings of the model and its execution, equal on every rank."""
 
     checkpoint: Path
     """Checkpoint, run folder (its newest checkpoint), or Hugging Face folder."""
@@ -56,7 +56,7 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
-        """The settings of ``--model_args``; ConfigError for an unknown name, or a value of another kind."""
+        """Parse ``--model_args``. Raise ConfigError for an unknown name or a value of the wrong type."""
         known = {field.name: field for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in arguments.items():
@@ -65,7 +65,7 @@ class Settings:
             if value is None:
                 continue
             wanted = _KINDS[str(known[name].type)]
-            # A folder may be called 2024, and lm-eval makes a number of it.
+            # A folder may be named 2024, which lm-eval converts to a number.
             if wanted is str and isinstance(value, (int, float, Path)) and not isinstance(value, bool):
                 value = str(value)
             if type(value) is not wanted:
@@ -85,7 +85,7 @@ class Settings:
         return {"enable_thinking": self.enable_thinking}
 
     def limit(self, model: ModelConfig) -> int:
-        """Tokens that a text may have; ConfigError where the model has fewer positions than were asked for."""
+        """Return the maximum tokens of a text. Raise ConfigError if the model has fewer positions than requested."""
         check_positions(
             model,
             self.max_length,
@@ -98,8 +98,8 @@ class Settings:
 
 
 def device_wish(device: str | None) -> str:
-    """lm-eval's ``--device`` as ours; ConfigError for one that longctx does not compute on."""
-    # Each rank takes the GPU of its own number.
+    """Convert lm-eval's ``--device``. Raise ConfigError for a device that longctx does not support."""
+    # Each rank uses the GPU with its own index.
     kind = (device or "auto").partition(":")[0]
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device}: longctx computes on cpu or cuda. Leave it out to take what is there.")
@@ -111,7 +111,7 @@ def _explain_unknown(name: str, known: list[str]) -> str:
     advice = f"There are: {', '.join(known)}."
     if nearest:
         advice = f"Did you mean {nearest[0]}? {advice}"
-    # What somebody writes who comes from --model hf.
+    # A habit of users of --model hf.
     if name == "pretrained":
         advice = "Write checkpoint=RUN_OR_HF_FOLDER."
     return f"--model_args {name}= is unknown to longctx. {advice}"

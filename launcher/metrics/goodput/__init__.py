@@ -1,1 +1,1 @@
-"""Effective training time (goodput): which seconds of a run trained the state that it goes on from."""
+"""Effective training time (goodput): seconds of a run that trained the state it goes on from."""

@@ -1,8 +1,8 @@
-"""The account of a run's seconds: each belongs to one kind, over all attempts and what lies between them.
+"""Account of a run's seconds: each belongs to one kind, over all attempts and the gaps between them.
 
-Seconds of an attempt come from its steady clock, so their sum is what the attempt lasted, to the last one. Between two
-attempts it is the time since the machine's start where both ran on one machine, else the difference of two times of
-day, and never less than 0: hosts' clocks disagree.
+Seconds within an attempt come from its monotonic clock, so they add up to the attempt's duration. The gap between two
+attempts is measured by the time since boot if both ran on one machine, otherwise by the difference of wall-clock times.
+It is never less than 0: hosts' clocks disagree.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ STALL_SECONDS = 1.0
 
 
 class Median:
-    """The median of the last values."""
+    """Running median of the last values."""
 
     def __init__(self, size: int = WINDOW) -> None:
         self._size, self._values, self._sorted = size, deque[float](), list[float]()
@@ -64,7 +64,7 @@ class Median:
         return len(self._values)
 
     def add(self, value: float) -> None:
-        """Take in a value; the oldest goes where there are too many."""
+        """Add a value; drop the oldest if there are too many."""
         self._values.append(value)
         insort(self._sorted, value)
         if len(self._values) > self._size:
@@ -72,7 +72,7 @@ class Median:
 
     @property
     def value(self) -> float:
-        """0 without any value."""
+        """Median of the values; 0 if there are none."""
         if not self._sorted:
             return 0.0
         middle = len(self._sorted) // 2
@@ -82,7 +82,7 @@ class Median:
 
 
 class UsualStep:
-    """The steps of one attempt, one after the other."""
+    """Expected duration of a step, from the previous steps of one attempt."""
 
     def __init__(self) -> None:
         self._seconds, self._rates = Median(), Median()
@@ -92,7 +92,7 @@ class UsualStep:
         none has come; settled with the eighth."""
 
     def see(self, seconds: float, work: float) -> float:
-        """Take in a step that computed ``work`` FLOPs (of any unit, 0: not known); returns its stalled seconds."""
+        """Add a step that computed ``work`` FLOPs (in any unit, 0 if unknown); return its stalled seconds."""
         if self._first is None:
             self._first = seconds, work
             return 0.0
@@ -110,7 +110,7 @@ class UsualStep:
         return stalled
 
     def _expected(self, work: float) -> float:
-        """Seconds of a step like the others, or, where it has more to compute than they, at their speed."""
+        """Return seconds of a usual step or, if this one has more to compute, seconds at the usual speed."""
         # A row of one long document has many times the attention of a row of short ones: that is no stall.
         rate = self._rates.value
         if work > 0 and rate > 0:
@@ -119,16 +119,16 @@ class UsualStep:
 
 
 class Tally:
-    """Adds up one attempt, line by line."""
+    """Running totals of one attempt, line by line."""
 
     def __init__(self, until: float = 0.0) -> None:
-        """Seconds of the attempt up to ``until`` are counted elsewhere."""
+        """Start counting at ``until``; earlier seconds of the attempt are counted elsewhere."""
         self.until, self.stalls, self.usual = until, 0, UsualStep()
         self._seconds: Seconds = dict.fromkeys(KINDS, 0.0)
 
     def add(self, line: Line) -> list[tuple[Kind, float]]:
-        """Take in a line; returns what lies between the end of the one before and this one's, part by part."""
-        # A clock never goes back, but a file may have been mended by hand.
+        """Add a line; return the parts of the time between the end of the previous line and the end of this one."""
+        # A clock never goes back, but the file may have been edited by hand.
         passed = max(0.0, line["until"] - self.until)
         seconds = min(max(0.0, line["seconds"]), passed)
         parts: list[tuple[Kind, float]] = [("other", passed - seconds)]
@@ -139,11 +139,11 @@ class Tally:
         return self._count(parts)
 
     def end(self, until: float, kind: Kind) -> None:
-        """Count what follows the last line until the attempt's end."""
+        """Count the time from the last line to the attempt's end as ``kind``."""
         self._count([(kind, max(0.0, until - self.until))])
 
     def seconds(self) -> Seconds:
-        """By kind, as far as it is known now."""
+        """Return seconds by kind, as far as known now."""
         found = dict(self._seconds)
         found["productive"] -= self.warm_up
         found["warm_up"] += self.warm_up
@@ -151,11 +151,11 @@ class Tally:
 
     @property
     def warm_up(self) -> float:
-        """Seconds of the first step that was taken which are not productive."""
+        """Seconds of the first completed step that are not productive."""
         return self.usual.warm_up
 
     def _step(self, line: Line, seconds: float) -> list[tuple[Kind, float]]:
-        # All of the wait: it is near 0 where the data keeps up, and a run that always waits is not at its best.
+        # All of the wait: it is near 0 if the data keeps up, and a run that always waits could be faster.
         waited = min(max(0.0, line.get("wait", 0.0)), seconds)
         computed = seconds - waited
         if line.get("skipped"):
@@ -173,7 +173,7 @@ class Tally:
 
 @dataclass
 class Attempt:
-    """One start of the run, and what became of it."""
+    """One start of the run, and its outcome."""
 
     begin: Line
     tally: Tally = field(default_factory=Tally)
@@ -187,12 +187,12 @@ class Attempt:
     """The last sign of life, if nothing has ended since."""
     redone: float = 0.0
     """Productive seconds of steps that later attempts have done again."""
-    # Of the steps that were taken: a run may have millions of them.
+    # Arrays, one value per completed step: a run may have millions of them.
     steps: array[int] = field(default_factory=lambda: array("q"))
     lengths: array[float] = field(default_factory=lambda: array("d"))
 
     def see(self, line: Line) -> None:
-        """Take in a line that is not a beginning."""
+        """Process a line other than a "begin" event."""
         self.shift = line.get("shift", self.shift)
         if line.get("event") == "alive":
             self.alive = line
@@ -202,7 +202,7 @@ class Attempt:
             self.how = line.get("how")
             kind = _kind_of_rest(line)
             if self.how != "failed" and kind == "lost":
-                # It had taken its last step: no other one was under way.
+                # The last step had been completed: no other step was running.
                 kind = "other"
             self.tally.end(line["until"], kind)
             return
@@ -212,17 +212,17 @@ class Attempt:
                 self.lengths.append(seconds)
 
     def close(self, redone_from: float) -> None:
-        """No line follows. Steps behind ``redone_from`` were done again by later attempts, or will be."""
+        """Finish after the last line. Steps after ``redone_from`` were done again by later attempts, or will be."""
         if self.alive is not None:
             self.tally.end(self.alive["until"], _kind_of_rest(self.alive))
         steps, lengths = np.frombuffer(self.steps, dtype=np.int64), np.frombuffer(self.lengths)
         self.redone = float(lengths[steps > redone_from].sum())
         if self.redone and steps[0] > redone_from:
-            # What the first step took beyond others is none of them.
+            # The first step's warm-up is not part of the redone time.
             self.redone -= self.tally.warm_up
 
     def seconds(self) -> Seconds:
-        """By kind, without what comes after it."""
+        """Return seconds by kind, without the gap after the attempt."""
         found = self.tally.seconds()
         found["productive"] -= self.redone
         found["lost"] += self.redone
@@ -230,14 +230,14 @@ class Attempt:
 
     @property
     def began(self) -> float:
-        """Seconds since 1970, by its host's clock."""
+        """Start of the attempt in seconds since 1970, by its host's clock."""
         return self.begin["time"]
 
     def gap_to(self, later: Attempt) -> float:
-        """Seconds from its end to the beginning of a later one; negative where clocks disagree."""
+        """Return seconds from the end of this attempt to the start of a later one; negative if clocks disagree."""
         here, there = self.begin, later.begin
         if here.get("boot") and here.get("boot") == there.get("boot") and here.get("since_boot"):
-            # One machine: nobody can set this clock.
+            # Same machine: its time since boot cannot be set.
             gap = there.get("since_boot", 0.0) - here["since_boot"] - self.tally.until
             if gap >= 0:
                 return gap
@@ -246,14 +246,14 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """All attempts of a run."""
+    """Account of all attempts of a run."""
 
     attempts: Sequence[Attempt]
     skewed: int = 0
     """Stops of unknown length: clocks say that the next attempt began before the one before ended."""
 
     def seconds(self) -> Seconds:
-        """By kind; their sum is ``wall``."""
+        """Return seconds by kind; their sum is ``wall``."""
         found: Seconds = dict.fromkeys(KINDS, 0.0)
         for attempt in self.attempts:
             for kind, seconds in attempt.seconds().items():
@@ -264,18 +264,18 @@ class Goodput:
 
     @property
     def wall(self) -> float:
-        """Seconds since the first attempt began, to the last sign of the last one."""
+        """Seconds from the start of the first attempt to the last sign of the last one."""
         between = sum(attempt.after[1] for attempt in self.attempts if attempt.after is not None)
         return between + sum(attempt.tally.until for attempt in self.attempts)
 
     @property
     def stalls(self) -> int:
-        """Steps that were stalled."""
+        """Number of stalled steps."""
         return sum(attempt.tally.stalls for attempt in self.attempts)
 
 
 def effective_share(seconds: Seconds) -> float | None:
-    """Productive seconds over all but pauses, 0 to 1: effective training time. None before the first second."""
+    """Return productive seconds over all but pauses, 0 to 1 (effective training time); None before the first second."""
     counted = sum(seconds.values()) - seconds["paused"]
     if counted <= 0:
         return None
@@ -283,7 +283,7 @@ def effective_share(seconds: Seconds) -> float | None:
 
 
 def goodput_of(lines: Iterable[Line]) -> Goodput:
-    """The account of a timeline's lines."""
+    """Build the account of a timeline's lines."""
     attempts: list[Attempt] = []
     for line in lines:
         if line.get("event") == "begin":
@@ -293,7 +293,7 @@ def goodput_of(lines: Iterable[Line]) -> Goodput:
     redone_from, skewed = float("inf"), 0
     for attempt in reversed(attempts):
         attempt.close(redone_from)
-        # A later attempt may go on from a checkpoint that is older than the one before it did.
+        # A later attempt may go on from a checkpoint older than the one the previous attempt went on from.
         redone_from = min(redone_from, attempt.begin["step"])
     for attempt, later in pairwise(attempts):
         gap = attempt.gap_to(later)
@@ -306,10 +306,10 @@ def goodput_of(lines: Iterable[Line]) -> Goodput:
 
 
 def read_goodput(folder: Path) -> Goodput:
-    """The account of a run folder; without attempts where the run has kept no timeline."""
+    """Return the account of a run folder; it has no attempts if the run kept no timeline."""
     return goodput_of(read_timeline(folder))
 
 
 def _kind_of_rest(line: Line) -> Kind:
-    """What the time behind the last line was, by what was under way: a step that never ended is lost."""
+    """Return the kind of the time after the last line, by the current activity: an unfinished step is lost."""
     return _OF_DOING.get(line.get("in", "step"), "lost")

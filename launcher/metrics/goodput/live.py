@@ -1,4 +1,4 @@
-"""Effective training time while a run goes on: its timeline is written, and its account kept, on rank 0."""
+"""Effective training time of a running run: rank 0 writes its timeline and keeps its account."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _LOSSES: dict[Kind, str] = {
 
 
 class LiveGoodput:
-    """The account of a run while it goes on: all that came before this attempt, and this one's lines."""
+    """Account of a run while it goes on: all earlier attempts, and the lines of this one."""
 
     def __init__(self, before: Goodput) -> None:
-        """``before`` includes the beginning of this attempt."""
+        """Start from ``before``, which includes the beginning of this attempt."""
         self._before, self._tally = before.seconds(), Tally(before.attempts[-1].tally.until)
         self._stalls, self.restarts = before.stalls, len(before.attempts) - 1
 
     def add(self, line: Line) -> float:
-        """Take in a new line of this attempt; returns its stalled seconds."""
+        """Add a new line of this attempt; return its stalled seconds."""
         return sum(seconds for kind, seconds in self._tally.add(line) if kind == "stalled")
 
     def seconds(self) -> Seconds:
-        """By kind."""
+        """Return seconds by kind."""
         now = self._tally.seconds()
         return {kind: seconds + now[kind] for kind, seconds in self._before.items()}
 
     def metrics(self) -> dict[str, Any]:
-        """The fields of a train record."""
+        """Return the fields of a train record."""
         return {
             "goodput": effective_share(self.seconds()),
             "stalls": self._stalls + self._tally.stalls,
@@ -52,26 +52,26 @@ class LiveGoodput:
 
 
 class RunTime:
-    """Writes what an attempt does to its run's timeline, and says what share of the time was training."""
+    """Writer of an attempt's timeline, which also computes the share of time spent training."""
 
     def __init__(self, folder: Path, *, step: int) -> None:
-        """The attempt goes on from ``step``."""
+        """Begin the attempt, which goes on from ``step``."""
         self._folder, self._timeline = folder, Timeline(folder, step=step)
         goodput = read_goodput(folder)
-        # Without attempts the file could not be written, and nobody knows anything.
+        # Without attempts the file could not be written, and no account can be kept.
         self._live = LiveGoodput(goodput) if goodput.attempts else None
         self.how: How = "done"
         """Why the attempt ends."""
 
     def doing(self, doing: Doing) -> None:
-        """Something other than a step begins."""
+        """Begin an activity other than a step."""
         self._take(self._timeline.begin(doing))
 
     def see(self, record: Mapping[str, Any]) -> Record:
-        """Take in a record as it is written; returns what it gains."""
+        """Process a record as it is written; return the fields to add to it."""
         if record.get("event") == STOP_EVENT:
             self.how = "stopped"
-            # Nobody has asked for that.
+            # A stop because the launcher is gone was not requested.
             if record["reason"] == "launcher":
                 self.how = "launcher"
         if record["kind"] == "validation":
@@ -93,14 +93,14 @@ class RunTime:
         return found
 
     def end(self, *, failed: bool) -> str:
-        """The attempt ends, by an error or else as its records say; returns a line for the log."""
+        """End the attempt, by an error or as its records say; return a line for the log."""
         if failed:
             self.how = "failed"
         self._timeline.end(self.how)
-        # What ends a run is the last that is said.
+        # The error that ends a run must be the last message.
         if failed or self._live is None:
             return ""
-        # Of the file, as the report has it: what lies behind the last step belongs to the account, too.
+        # Read from the file, as the report does: time after the last step belongs to the account, too.
         return in_words(read_goodput(self._folder).seconds(), self._live.restarts)
 
     def _take(self, line: Line | None) -> float:
@@ -110,7 +110,7 @@ class RunTime:
 
 
 def in_words(seconds: Seconds, restarts: int) -> str:
-    """One line: the share that was training, of how long, and where the rest went; empty before the first second."""
+    """Summarize in one line: the training share, total time, and losses; empty before the first second."""
     share = effective_share(seconds)
     if share is None:
         return ""
@@ -118,7 +118,7 @@ def in_words(seconds: Seconds, restarts: int) -> str:
     line = f"Effective training time: {share:.1%} of {short_duration(counted)}"
     if restarts:
         line += f", {plural(restarts, 'restart')}"
-    # What is less than a thousandth does not explain where the time went.
+    # Losses below a thousandth do not explain where the time went.
     parts = [(seconds[kind], name) for kind, name in _LOSSES.items() if seconds[kind] >= 0.001 * counted]
     told = ", ".join(f"{name} {lost / counted:.1%}" for lost, name in sorted(parts, reverse=True))
     if told:

@@ -1,8 +1,8 @@
-"""``timeline.jsonl``: what rank 0 of a run did, and for how many seconds: a line each time that something ends.
+"""``timeline.jsonl``: activities of a run's rank 0 and their seconds, one line each time an activity ends.
 
-The file holds all attempts of a run, one after the other: a resume cuts ``metrics.jsonl``, and never this file. Within
-an attempt seconds are those of a clock that never goes back, counted from the start of the process (``until``). Times
-of day matter between attempts alone. ``docs/run-folder.md`` defines every key.
+The file holds all attempts of a run, one after the other: a resume cuts ``metrics.jsonl``, but never this file. Within
+an attempt, seconds come from a monotonic clock and count from the start of the process (``until``). Wall-clock times
+matter only between attempts. ``docs/run-folder.md`` defines every key.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _SHIFT_SECONDS = 0.5
 
 
 class Timeline:
-    """Writes the timeline of one attempt; rank 0 alone has one."""
+    """Writer of one attempt's timeline; only rank 0 has one."""
 
     def __init__(self, folder: Path, *, step: int, clock: Clock | None = None, beat_seconds: float = BEAT_SECONDS):
-        """The attempt goes on from ``step``, and has been starting up to now."""
+        """Begin the attempt, which goes on from ``step``; the time since the process started counts as "starting"."""
         self._clock, self._beat_seconds = clock or Clock(), beat_seconds
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._path = folder / TIMELINE_FILE
@@ -69,33 +69,33 @@ class Timeline:
         self._thread.start()
 
     def did(self, until: float | None = None) -> Line | None:
-        """What was under way has ended, and steps go on; returns its line, None where that was a step."""
+        """End the current activity and return to steps; return its line, or None if it was a step."""
         until = until or self._now()
         doing, self._doing = self._doing, "step"
         if doing == "step":
-            # A step says itself how long it took.
+            # A step reports its own duration.
             return None
         line = self._line(doing, until - self._mark, until)
         self._mark = until
         return line
 
     def begin(self, doing: Doing) -> Line | None:
-        """Something other than a step begins; returns the line of what ends by that."""
+        """Begin an activity other than a step; return the line of the activity that it ends."""
         ended = self.did()
         self._doing, self._mark = doing, self._now()
         return ended
 
     def step(self, step: int, seconds: float, **more: Any) -> list[Line]:
-        """A step has ended that took so long; returns the new lines."""
+        """Record a step that has just ended after ``seconds``; return the new lines."""
         until = self._now()
-        # What was under way before lasted until the step began.
+        # The activity before lasted until the step began.
         before = self.did(max(self._mark, until - seconds))
         line = self._line("step", seconds, until, step=step, **more)
         self._mark = until
         return [one for one in (before, line) if one is not None]
 
     def end(self, how: How) -> Line | None:
-        """The attempt ends; returns the line of what was under way. Safe to call twice."""
+        """End the attempt; return the line of the last activity. Safe to call twice."""
         if self._closed.is_set():
             return None
         doing = self._doing
@@ -116,21 +116,21 @@ class Timeline:
         return self._clock.monotonic() - self._origin
 
     def _shift(self) -> Line:
-        """By how much the time of day has been set since the beginning; nothing where it has not."""
+        """Return the wall clock's shift against the monotonic clock since the beginning; empty if it was not set."""
         shift = self._clock.wall() - self._began - self._now()
         if abs(shift) < _SHIFT_SECONDS:
             return {}
         return {"shift": round(shift, 3)}
 
     def _beat(self) -> None:
-        """Say now and then that the process is alive, and what it is in. A thread of its own does it."""
+        """Report now and then, from a thread of its own, that the process is alive, with its current activity."""
         while not self._closed.wait(self._beat_seconds / 4):
             now = self._now()
             if now - self._written >= self._beat_seconds:
                 self._write({"event": "alive", "in": self._doing, "until": round(now, 4), **self._shift()})
 
     def _open(self) -> TextIO | None:
-        """The file, at the beginning of a line."""
+        """Open the file at the beginning of a line."""
         try:
             text = self._path.open("a+b")
             with text:
@@ -150,7 +150,7 @@ class Timeline:
                 return
             try:
                 self._file.write(json.dumps(line) + "\n")
-                # A killed process keeps what it has said.
+                # Flush, so that the lines survive if the process is killed.
                 self._file.flush()
             except (OSError, ValueError) as error:
                 self._file = None
@@ -158,16 +158,16 @@ class Timeline:
             self._written = self._now()
 
     def _give_up(self, error: Exception) -> None:
-        """Training does not depend on it, and the metrics, on the same disk, say what is wrong."""
+        """Warn only: training does not depend on the timeline, and metrics, on the same disk, report the cause."""
         log.warning(
             "%s cannot be written: %s. The run's effective training time will lack this part.", self._path, error
         )
 
 
 def read_timeline(folder: Path) -> Iterator[Line]:
-    """The lines of a run's timeline, in their order; none where the run has kept none.
+    """Yield the lines of a run's timeline in order; none if the run kept no timeline.
 
-    A line that is no line is passed over: a process that was killed leaves half of one.
+    Malformed lines are skipped: a killed process leaves half a line.
     """
     try:
         file = (folder / TIMELINE_FILE).open("rb")
@@ -184,7 +184,7 @@ def read_timeline(folder: Path) -> Iterator[Line]:
 
 
 def _is_sound(line: Line) -> bool:
-    """Whether a line has what its kind needs, as numbers that can be added."""
+    """Return True if the line has the fields that its kind needs, as numbers that can be added."""
     needed: tuple[str, ...] = ("seconds", "until")
     if "event" in line:
         needed = {"begin": ("step", "time"), "alive": ("until",), "end": ("until",)}.get(line["event"], ("unknown",))
@@ -197,9 +197,9 @@ def _is_sound(line: Line) -> bool:
 
 
 def process_age() -> float:
-    """Seconds since this process was started."""
+    """Return seconds since this process was started."""
     try:
-        # Ticks since the machine's start. psutil adds them to a time of day that is known to a second.
+        # Ticks since boot. psutil would add them to a boot time that is only known to a second.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return max(0.0, since_boot() - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
@@ -207,14 +207,14 @@ def process_age() -> float:
 
 
 def since_boot() -> float:
-    """Seconds since the machine's start, sleep included; 0 where the system does not say."""
+    """Return seconds since boot, including sleep; 0 if the system does not report them."""
     if not hasattr(time, "CLOCK_BOOTTIME"):
         return 0.0
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def boot_id() -> str:
-    """What names the machine since its start; empty where the system has no such name."""
+    """Return the id of the machine's current boot; empty if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -223,7 +223,7 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Where times come from; a test has clocks of its own."""
+    """Sources of time; tests replace them."""
 
     monotonic: Callable[[], float] = time.monotonic
     """Seconds that never go back."""

@@ -111,7 +111,7 @@ class Trackers:
             self._put(lambda tracker: tracker.text(step, "sample", text))
 
     def close(self, how: str) -> None:
-        """Close all trackers, and wait for them a limited time; ``how`` the run ended."""
+        """Close all trackers and wait a limited time for them; ``how`` is the end of the run, such as "done"."""
         deadline = time.monotonic() + (DONE_SECONDS if how == "done" else STOP_SECONDS)
         for thread in self._threads:
             thread.finish(how)
@@ -127,7 +127,7 @@ class TrackerThread(threading.Thread):
     """Opens a tracker for the first call in its queue, then makes the calls in their order."""
 
     def __init__(self, tracker: str, open_it: Callable[[], Tracker]) -> None:
-        # A daemon: the process ends also if the tracker hangs.
+        # A daemon thread, so that the process can end even if the tracker hangs.
         super().__init__(name=f"{BACKGROUND}{tracker}", daemon=True)
         self.num_dropped = 0
         self._title, self._open = tracker, open_it
@@ -158,7 +158,7 @@ class TrackerThread(threading.Thread):
             self._calls.put_nowait(None)
 
     def wait(self, deadline: float) -> None:
-        """Wait for the end of the thread until the deadline, and say what the tracker lacks."""
+        """Wait until the deadline for the thread to end, and warn about records the tracker lacks."""
         self.join(max(0.0, deadline - time.monotonic()))
         if self.is_alive():
             # A run that fails in its first seconds may end before a tracker's library is imported.
@@ -208,7 +208,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> str | int | float | bool:
-    """Return a setting as every tracker takes it."""
+    """Return a setting in a type that every tracker accepts."""
     if isinstance(value, bool | int | float):
         return value
     return without_secrets(str(value))

@@ -1,4 +1,4 @@
-"""MLflow: the only file that imports it. Without MLFLOW_TRACKING_URI, which names a server, runs are in a database."""
+"""MLflow: the only file that imports it. MLFLOW_TRACKING_URI names a server; without it runs are in a database."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from launcher.metrics.trackers.tracker import TrackedRun
 
-# Before the import, which reads them.
+# Set before the import, which reads them.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
@@ -19,7 +19,7 @@ from mlflow.utils.logging_utils import disable_logging  # pyright: ignore[report
 
 
 class MlflowTracker:
-    """One run of MLflow."""
+    """One MLflow run."""
 
     def __init__(self, run: TrackedRun) -> None:
         # Its messages go to the console, and may name a server by a URL with a password.
@@ -33,13 +33,13 @@ class MlflowTracker:
         try:
             self._client.update_run(self._run_id or "", status="RUNNING")
         except MlflowException:
-            # No run yet, or somebody has deleted it or changed the server. Another run may make the experiment.
+            # No run yet, or it was deleted, or the server changed. Another run may create the experiment meanwhile.
             with suppress(MlflowException):
                 self._client.create_experiment(run.project, artifact_location=artifacts)
             experiment = self._client.get_experiment_by_name(run.project)
             self._run_id = self._client.create_run(experiment.experiment_id, run_name=run.name).info.run_id
             run.remember("mlflow", {"run_id": self._run_id, "project": run.project})
-        # MLflow never changes a parameter: a setting that a resume has changed is a tag.
+        # MLflow never changes a parameter, so a setting changed on resume becomes a tag.
         config = {key: str(value) for key, value in run.config.items()}
         known = self._client.get_run(self._run_id).data.params
         new = [Param(key, value) for key, value in config.items() if key not in known]
@@ -52,9 +52,9 @@ class MlflowTracker:
         self._client.log_batch(self._run_id, metrics=points)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Write a file beside the run."""
+        """Write a text file into the run's artifacts."""
         self._client.log_text(self._run_id, text, f"{name}/step_{step:06d}.txt")
 
     def close(self, how: str) -> None:
-        """Set how the run ended."""
+        """Set the final status of the run."""
         self._client.set_terminated(self._run_id, {"done": "FINISHED", "stopped": "KILLED"}.get(how, "FAILED"))

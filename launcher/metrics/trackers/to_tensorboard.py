@@ -13,7 +13,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
-    """One run of TensorBoard; it hides what earlier attempts drew from ``first_step`` on."""
+    """One TensorBoard run; it hides points that earlier attempts drew from ``first_step`` on."""
 
     def __init__(self, run: TrackedRun) -> None:
         if not isinstance(threading.excepthook, _WithoutTensorBoard):
@@ -25,7 +25,7 @@ class TensorBoardTracker:
         """Add a point to each curve."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step, walltime=seconds)
-        # A run that goes on after a kill draws no earlier validation again.
+        # A resumed run does not draw earlier validations again, so they must survive a kill.
         if any(tag.startswith("validation") for tag in values):
             self._writer.flush()
 
@@ -39,7 +39,7 @@ class TensorBoardTracker:
 
 
 class _WithoutTensorBoard:
-    """A thread hook that leaves out the traceback of TensorBoard's own thread: the writer's next call raises it."""
+    """A thread hook that hides the traceback of TensorBoard's own thread: the writer's next call raises the error."""
 
     def __init__(self, others: Callable[[threading.ExceptHookArgs], object]) -> None:
         self._others = others

@@ -18,18 +18,18 @@ log = logging.getLogger(__name__)
 
 
 class TrackioTracker:
-    """The process's one run of trackio."""
+    """The process's only trackio run."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Trackio prints, and has no option against it: its modules get a ``print`` that writes to the run's log.
+        # Trackio prints without an option to turn it off: its modules get a ``print`` that writes to the run's log.
         for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
             vars(sys.modules[name])["print"] = _print
-        # Where it may not warn, it prints that too.
+        # With warnings turned into errors, it prints them as well.
         warnings.filterwarnings("error", module=r"trackio\.utils$")
         # A run is identified by its name, and two folders may have the same name.
         name = str(run.remembered("trackio").get("name") or f"{run.name}-{secrets.token_hex(4)}")
         run.remember("trackio", {"name": name, "project": run.project})
-        # Its monitors read /proc and write every ten seconds: to the watch a rank that hangs would seem to work.
+        # Its monitors read /proc and write every ten seconds: to the watchdog a hanging rank would look busy.
         quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
         trackio.init(project=run.project, name=name, config=dict(run.config), resume="allow", **quiet)
 
@@ -42,11 +42,11 @@ class TrackioTracker:
         trackio.log({name: trackio.Markdown(f"````text\n{text}\n````")}, step=step)
 
     def close(self, how: str) -> None:
-        """Wait until all is stored, or sent."""
+        """Wait until everything is stored or sent."""
         trackio.finish()
 
 
 def _print(*words: Any, **_: Any) -> None:
-    # Without colours, which are for a terminal.
+    # Strip colours, which are meant for a terminal.
     if text := re.sub(r"\x1b\[[\d;]*m", "", without_secrets(" ".join(map(str, words)))).strip():
         log.info("Tracker trackio: %s", text)

@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 
 
 class WandbTracker:
-    """One run of W&B; it is kept offline if no key is set or nobody answers."""
+    """One W&B run; it is kept offline if there is no key or no server answers."""
 
     def __init__(self, run: TrackedRun) -> None:
         known = run.remembered("wandb")
         self._row, self._began = 0, float(known.get("began") or time.time())
         run_id = str(known.get("id") or secrets.token_hex(4))
-        # Before anything is sent: the next attempt finds it also after a kill.
+        # Before anything is sent: the next attempt finds it even after a kill.
         run.remember("wandb", {"id": run_id, "project": run.project, "began": self._began})
-        # Silent, so that it asks nobody for a key; metadata would have the command line, and with it secrets.
+        # Silent, so that it never prompts for a key; metadata would include the command line, and with it secrets.
         settings = wandb.Settings(console="off", silent=True, x_disable_meta=True, init_timeout=60)
         wandb.setup(settings)
         options: dict[str, Any] = {"project": run.project, "name": run.name, "id": run_id, "resume": "allow"}
@@ -33,7 +33,7 @@ class WandbTracker:
         try:
             self._run = wandb.init(**options)
         except Exception as error:
-            # A mode that the user has chosen is kept.
+            # Keep a mode that the user has chosen.
             if os.environ.get("WANDB_MODE"):
                 raise
             log.warning("No W&B online (%s): the run is kept in its folder for `wandb sync`.", type(error).__name__)
@@ -56,5 +56,5 @@ class WandbTracker:
         self.log(step, {name: wandb.Table(columns=["step", "text"], data=[[step, text]])}, 0.0)
 
     def close(self, how: str) -> None:
-        """Upload what is left; W&B shows a run with exit code 1 as failed."""
+        """Upload the remaining data; W&B shows a run with exit code 1 as failed."""
         self._run.finish(exit_code=0 if how in ("done", "stopped") else 1)

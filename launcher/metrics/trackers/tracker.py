@@ -1,4 +1,4 @@
-"""The ``Tracker`` protocol, and what an adapter knows of the run that it shows."""
+"""The ``Tracker`` protocol, and the description of a run that adapters get."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Tracker(Protocol):
         ...
 
     def close(self, how: str) -> None:
-        """Send what is left. ``how`` is done, stopped, launcher (it is gone) or failed."""
+        """Send the remaining data. ``how`` is done, stopped, launcher (it is gone) or failed."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """A run as an adapter opens it."""
+    """Description of a run, from which an adapter opens it."""
 
     folder: Path
     """The run's folder, which also holds the files of a tracker without a server."""
@@ -50,7 +50,7 @@ class TrackedRun:
     """The first step that this attempt records; an earlier attempt may have recorded it and later ones."""
 
     def remembered(self, tracker: str) -> dict[str, Any]:
-        """Return what an earlier attempt of the run stored for this tracker; empty for the first one."""
+        """Return the values that an earlier attempt stored for this tracker; empty on the first attempt."""
         try:
             found = read_json(self._memory(tracker))
         except (OSError, ValueError):
@@ -70,7 +70,7 @@ class TrackedRun:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text without values of the environment's keys, tokens and passwords, and without users of URLs."""
+    """Return the text without values of secret environment variables (keys, tokens, passwords) and users in URLs."""
     for name, value in os.environ.items():
         if _SECRET.search(name) and len(value) >= _LEAST_SECRET:
             text = text.replace(value, "***")
@@ -78,7 +78,7 @@ def without_secrets(text: str) -> str:
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return a record's numbers, its expert figures by layer and its loss by position, by name of the curve."""
+    """Return a record's numbers, its expert figures by layer and its loss by position, by curve name."""
     kind = record["kind"]
     if kind == "event":
         return {}
@@ -87,7 +87,7 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
         for key, value in record.items()
         if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     ]
-    # Of a large model layers have curves in the steps whose counts are written: a point a layer and step is too much.
+    # A large model's layers get points only in steps with written counts: a point per layer and step is too much.
     if record.get("expert_load"):
         pairs += _of_layers(record)
     for name, tokens in (record.get("source_tokens") or {}).items():

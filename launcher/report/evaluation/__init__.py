@@ -1,1 +1,1 @@
-"""An evaluation as tables, pictures and parts of a page, from the files of its folder alone."""
+"""An evaluation as tables, pictures and page sections, using only the files of its folder."""

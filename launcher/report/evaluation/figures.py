@@ -1,6 +1,6 @@
-"""The pictures of an evaluation. Each is drawn from rows that ``tables.py`` made, and carries its caption.
+"""Pictures of an evaluation. Each is drawn from rows built by ``tables.py``, and includes its caption.
 
-``name`` sets the ids of one picture apart from those of others on a page.
+``name`` distinguishes the ids of one picture from those of others on a page.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MOST_WIDE_COLUMNS, _MOST_COLUMNS = 10, 22
 
 @styled
 def needle_figure(panels: Sequence[tuple[str, Rows]], caption: str, name: str) -> str:
-    """Score by length and depth on a fixed scale from 0 to 1, with n in every cell; what was not tested is blank.
+    """Draw score by length and depth on a fixed scale from 0 to 1, with n in every cell; untested cells are blank.
 
-    A panel each for several models, with its title; all have the same cells.
+    Several models have a panel each, with its title; all panels have the same cells.
     """
     every = [row for _, rows in panels for row in rows]
     lengths = sorted({row["length"] for row in every})
@@ -49,14 +49,14 @@ def needle_figure(panels: Sequence[tuple[str, Rows]], caption: str, name: str) -
 
 
 def _draw_cells(axes: Axes, rows: Rows, lengths: list[int], depths: list[float], *, columns: int) -> QuadMesh:
-    """Draw one panel of several that have so many columns together: a column a length, a row a depth."""
+    """Draw one of several panels, which have ``columns`` columns together: a column per length, a row per depth."""
     grid, counts = np.full((len(depths), len(lengths)), np.nan), {}
     for row in rows:
         at = depths.index(row["depth"]), lengths.index(row["length"])
         counts[at] = row["n"]
         if row["mean"] is not None:
             grid[at] = row["mean"]
-    # Labels must not overlap: score and n side by side, then in two lines, then smaller.
+    # Labels must not overlap: score and n side by side, then on two lines, then smaller.
     separator, size = "  ", 7.5
     if columns > _MOST_WIDE_COLUMNS:
         separator, size = "\n", 7.5 * min(1, _MOST_COLUMNS / columns)
@@ -74,9 +74,9 @@ def _draw_grid(
     most: float,
     size: float = 7.5,
 ) -> QuadMesh:
-    """Draw numbers as coloured cells with their texts, a column a length; what is not known is blank."""
+    """Draw numbers as coloured cells with their texts, a column per length; unknown cells are blank."""
     edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(names))]
-    # Fixed from 0 to ``most``: pictures of two models are compared side by side.
+    # Fixed from 0 to ``most``, so that pictures of two models can be compared.
     image = axes.pcolormesh(
         *edges,
         np.ma.masked_invalid(grid),
@@ -87,7 +87,7 @@ def _draw_grid(
         linewidth=0.4,
     )
     for y, x in np.argwhere(np.isfinite(grid)):
-        # Light in dark cells.
+        # Light text in dark cells.
         ink = "#ffffff" if grid[y, x] < 0.6 * most else "#111111"
         axes.text(x, y, texts[y, x], ha="center", va="center", fontsize=size, color=ink)
     axes.grid(False)
@@ -100,7 +100,7 @@ def _draw_grid(
 
 @styled
 def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
-    """Score over the length on a log axis, a curve a task, the area of each in the legend."""
+    """Draw score over length on a log axis, a curve per task, with its area in the legend."""
     named = {row["task"]: row for row in areas}
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, (axes,) = new_figure(1, height=3.4 + 0.11 * len(tasks))
@@ -114,7 +114,7 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
         if len(tasks) <= _MOST_BANDS:
             low, high = [row["low"] for row in own], [row["high"] for row in own]
             axes.fill_between(lengths, low, high, color=colour, alpha=0.15, linewidth=0)
-        # The area itself, where one curve has it to itself.
+        # Fill the area itself if there is only one curve.
         if len(tasks) == 1:
             axes.fill_between(lengths, 0, means, color=colour, alpha=0.08, linewidth=0)
     axes.set_ylim(-0.02, 1.02)
@@ -128,13 +128,13 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
 
 @styled
 def ruler_figure(rows: Rows, caption: str, name: str) -> str:
-    """RULER's scores in per cent as a table: a row a task, last their average; a column a length."""
+    """Draw RULER's scores in per cent as a table: a row per task, then their average; a column per length."""
     columns = [column for column in rows[0] if column != "task"]
     grid = np.array([[row[column] for column in columns] for row in rows], dtype=float)
     figure, (axes,) = new_figure(1, height=1.4 + 0.3 * len(rows))
     texts = {(int(y), int(x)): f"{grid[y, x]:.2f}" for y, x in np.argwhere(np.isfinite(grid))}
     image = _draw_grid(axes, grid, texts, [int(column) for column in columns], [row["task"] for row in rows], most=100)
-    # The average stands apart from what it is of.
+    # A line separates the average from the tasks.
     axes.axhline(len(rows) - 1.5, color=RED, linewidth=1.2)
     bar = figure.colorbar(image, ax=axes, ticks=[0, 25, 50, 75, 100], pad=0.015, fraction=0.03)
     bar.set_label("score (per cent)")
@@ -144,14 +144,14 @@ def ruler_figure(rows: Rows, caption: str, name: str) -> str:
 
 @styled
 def loss_figure(by_position: Rows, by_distance: Rows, caption: str, name: str) -> str:
-    """Loss by position in the text, and by how far back a pair of tokens last stood; a curve a length."""
+    """Draw loss by position in the text, and by distance to a token pair's previous occurrence; a curve per length."""
     figure, (left, right) = new_figure(2, height=3.4)
     # From 1, because a log axis has no 0.
     _loss_curves(left, by_position, first=1)
     left.set_title("By position")
     left.set_xlabel("position in the text, counted from 1 (tokens, log scale)")
     left.set_ylabel("loss (nats a token)")
-    # Bins that begin at 0 hold pairs that stood nowhere before: they have no distance.
+    # Bins that begin at 0 hold pairs without an earlier occurrence: they have no distance.
     _loss_curves(right, [row for row in by_distance if row["start"] > 0], first=0)
     right.set_title("By distance to the same pair of tokens before")
     right.set_xlabel("distance (tokens, log scale)")
@@ -161,7 +161,7 @@ def loss_figure(by_position: Rows, by_distance: Rows, caption: str, name: str) -
 
 
 def _loss_curves(axes: Axes, rows: Rows, *, first: int) -> None:
-    """A curve a length, with its interval as a band; ``first`` is what the first token of a text is counted as."""
+    """Draw a curve per length, with its interval as a band; ``first`` is the number of a text's first token."""
     for number, length in enumerate(sorted({row["length"] for row in rows})):
         own = [row for row in rows if row["length"] == length]
         # The middle of a bin on a log axis.
@@ -178,7 +178,7 @@ def _loss_curves(axes: Axes, rows: Rows, *, first: int) -> None:
 
 
 def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
-    """A log axis with a tick at each length that was measured."""
+    """Set up a log axis with a tick at each measured length."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -187,10 +187,10 @@ def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
 
 
 def write_caption(figure: Figure, caption: str) -> None:
-    """Model, lengths, date and n below the picture: it may be seen without its page."""
+    """Write model, lengths, date and n below the picture, which may be seen without its page."""
     figure.supxlabel(caption, fontsize=7.5, color=GREY, parse_math=False)
 
 
 def with_interval(row: dict[str, Any]) -> str:
-    """Return a score and its interval of 95 %."""
+    """Format a score with its 95 % interval."""
     return f"{row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})"

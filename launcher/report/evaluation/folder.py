@@ -1,4 +1,4 @@
-"""The files of an evaluation's folder: its settings, and one row a sample. Read here, without a model."""
+"""Files of an evaluation's folder: its settings, and one row per sample. They are read without a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What the files of a folder say."""
+    """Contents of an evaluation folder's files."""
 
     folder: Path
     settings: dict[str, Any]
@@ -37,7 +37,7 @@ class Evaluation:
 
 
 def load_evaluation(folder: Path) -> Evaluation:
-    """Read an evaluation's folder; DataError names the file that is missing or damaged."""
+    """Read an evaluation's folder; raise DataError naming the file that is missing or damaged."""
     rows = [row for _, row in sorted(read_rows(folder).items(), key=lambda item: _order(item[0]))]
     return Evaluation(
         folder=folder,
@@ -48,13 +48,13 @@ def load_evaluation(folder: Path) -> Evaluation:
 
 
 def find_evaluations(run_folder: Path) -> list[Path]:
-    """The folders of evaluations in a run folder, at most two levels down."""
+    """Return the folders of evaluations in a run folder, at most two levels down."""
     patterns = (f"*/{SETTINGS_FILE}", f"*/*/{SETTINGS_FILE}")
     return sorted(path.parent for pattern in patterns for path in run_folder.glob(pattern))
 
 
 def load_evaluations(run_folder: Path) -> tuple[list[Evaluation], list[str]]:
-    """The evaluations in a run folder, and why others cannot be read: the run's own report is worth having without."""
+    """Return the evaluations in a run folder, and errors of unreadable ones, which must not prevent the report."""
     found, unread = [], []
     for folder in find_evaluations(run_folder):
         try:
@@ -65,7 +65,7 @@ def load_evaluations(run_folder: Path) -> tuple[list[Evaluation], list[str]]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What ``evaluation.json`` says; DataError where it is no JSON object."""
+    """Read ``evaluation.json``; raise DataError if it cannot be read or lacks model or date."""
     path = folder / SETTINGS_FILE
     try:
         settings = read_json(path)
@@ -77,7 +77,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_rows(folder: Path) -> dict[Key, ScoreRow | LossRow]:
-    """The rows of ``results.jsonl`` by sample; empty where there is no such file."""
+    """Return the rows of ``results.jsonl`` by sample; empty if the file does not exist."""
     rows: dict[Key, ScoreRow | LossRow] = {}
     path = folder / RESULTS_FILE
     for number, line in enumerate(_whole_lines(path), 1):
@@ -92,14 +92,14 @@ def read_rows(folder: Path) -> dict[Key, ScoreRow | LossRow]:
 
 
 def whole_bytes(path: Path) -> int:
-    """Bytes of a file up to the end of its last whole line."""
+    """Return the bytes of a file up to the end of its last complete line."""
     if not path.is_file():
         return 0
     return path.read_bytes().rfind(b"\n") + 1
 
 
 def line_of(row: ScoreRow | LossRow) -> str:
-    """A row as ``results.jsonl`` has it."""
+    """Format a row as a line of ``results.jsonl``."""
     kind = "loss"
     if isinstance(row, ScoreRow):
         kind = "score"
@@ -107,7 +107,7 @@ def line_of(row: ScoreRow | LossRow) -> str:
 
 
 def _whole_lines(path: Path) -> Iterator[str]:
-    """Yield the lines that were written to their end: a kill may have cut the last one."""
+    """Yield the complete lines: a kill may have cut the last one."""
     if path.is_file():
         yield from path.read_bytes()[: whole_bytes(path)].decode("utf-8").split("\n")[:-1]
 
@@ -115,13 +115,13 @@ def _whole_lines(path: Path) -> Iterator[str]:
 def _row_of(cells: dict[str, Any]) -> ScoreRow | LossRow:
     if cells.pop("kind") == "loss":
         return LossRow.of_cells(cells)
-    # Exactly the columns: another release's row would be read as something else.
+    # Require exactly these columns: another release's row would be misread.
     names = [column.name for column in fields(ScoreRow)]
     return ScoreRow(**{**{name: cells[name] for name in names}, "answers": tuple(cells["answers"])})
 
 
 def _order(key: Key) -> tuple[int, str, int, int]:
-    """By the table of tasks, so that tables do not depend on what was stopped and gone on with."""
+    """Return a sort key by the table of tasks, so that the order does not depend on stops and resumes."""
     task, length, index = key
     number = len(TASKS)
     if task in TASKS:

@@ -1,4 +1,4 @@
-"""An evaluation as parts of a page, and the pictures and tables that are files as well."""
+"""An evaluation as page sections, with its pictures and tables, which are also files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from launcher.wording import plural
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """An SVG, the rows that it was drawn from, and where both stand on a page."""
+    """An SVG, the rows that it was drawn from, and its title and caption on a page."""
 
     name: str
     """Of its files, without the ending."""
@@ -46,8 +46,8 @@ class Picture:
 
 
 def pictures(evaluation: Evaluation) -> list[Picture]:
-    """Every picture that the evaluation has figures for."""
-    # Heat maps first: they say where in a text a model finds what it is asked for.
+    """Return all pictures for which the evaluation has figures."""
+    # Heat maps first: they show the depths of a text at which the model finds the answer.
     found = [_needle_picture(evaluation, task) for task in tasks_with_depth(evaluation)]
     scores, areas = score_rows(evaluation), area_rows(evaluation)
     if scores:
@@ -84,7 +84,7 @@ def pictures(evaluation: Evaluation) -> list[Picture]:
 
 
 def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None = None) -> list[Section]:
-    """The parts of a page: tables first, then pictures. ``drawn`` are its pictures, where they are drawn already."""
+    """Return the sections of a page: tables, then pictures. ``drawn`` are its pictures, if they are already drawn."""
     if drawn is None:
         drawn = pictures(evaluation)
     # A run's page may show several evaluations.
@@ -134,7 +134,7 @@ def _needle_picture(evaluation: Evaluation, task: str) -> Picture:
 
 
 def _name(evaluation: Evaluation, picture: str) -> str:
-    """A name for the ids of a picture: a run's page may show several evaluations."""
+    """Return a name for a picture's ids, unique because a run's page may show several evaluations."""
     return re.sub(r"[^A-Za-z0-9]", "-", "-".join((*evaluation.folder.resolve().parts[-2:], picture)))
 
 
@@ -163,7 +163,7 @@ def _loss_table(losses: Rows) -> Table:
         perplexity, loss = "–", "–"
         if row["loss"] is not None:
             perplexity, loss = f"{row['perplexity']:.4g}", f"{row['loss']:.4f}"
-        # Of one text how much texts differ is not known.
+        # A single text has no interval.
         if row["low"] is not None:
             loss += f" ({row['low']:.4f} to {row['high']:.4f})"
         counts = f"{row['tokens']:,} of {row['tokens_read']:,}"

@@ -1,4 +1,4 @@
-"""The figures of an evaluation as rows of plain values, of which summary.json, CSV files and pictures are made."""
+"""Figures of an evaluation as rows of plain values, for summary.json, CSV files and pictures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ RULER_TASKS = 13
 
 
 def score_rows(evaluation: Evaluation) -> Rows:
-    """Task, length, mean score, interval and number of samples."""
+    """Return task, length, mean score, interval and number of samples."""
     cells = by_length(evaluation.scores)
     return [{"task": cell.task, "length": cell.length, **_score(cell.score)} for cell in cells]
 
 
 def depth_rows(evaluation: Evaluation, task: str) -> Rows:
-    """A row for each length and depth of a task's grid; what was not tested has no score, and n = 0."""
+    """Return a row for each length and depth of a task's grid; untested cells have no score, and n = 0."""
     cells = {(cell.length, cell.depth): cell for cell in by_depth(evaluation.scores) if cell.task == task}
     lengths = sorted({length for length, _ in cells})
     depths = sorted({depth for _, depth in cells if depth is not None} | set(evaluation.settings.get("depths", [])))
@@ -44,12 +44,12 @@ def depth_rows(evaluation: Evaluation, task: str) -> Rows:
 
 
 def tasks_with_depth(evaluation: Evaluation) -> list[str]:
-    """The tasks that have a heat map."""
+    """Return the tasks that have a heat map."""
     return list(dict.fromkeys(row.task for row in evaluation.scores if row.depth is not None))
 
 
 def area_rows(evaluation: Evaluation) -> Rows:
-    """The area of each task under its score over the logarithm of the length, and last that of all tasks."""
+    """Return each task's area under its score over the logarithm of the length, and finally that of all tasks."""
     if not evaluation.scores:
         return []
     found = areas(evaluation.scores) | {"all tasks": overall(evaluation.scores)}
@@ -57,7 +57,7 @@ def area_rows(evaluation: Evaluation) -> Rows:
 
 
 def ruler_rows(evaluation: Evaluation) -> Rows:
-    """RULER's scores in per cent: a row a task, a column a length, and the average that the tasks here have."""
+    """Return RULER's scores in per cent: a row per task, a column per length, and the average of these tasks."""
     cells = [cell for cell in by_length(evaluation.scores) if cell.task.startswith("ruler_")]
     lengths = sorted({cell.length for cell in cells})
     percent = {(cell.task, cell.length): 100 * cell.score.mean for cell in cells}
@@ -71,7 +71,7 @@ def ruler_rows(evaluation: Evaluation) -> Rows:
     for length in lengths:
         found = [percent.get((task, length)) for task in tasks]
         known = [value for value in found if value is not None]
-        # An average over fewer tasks would compare with that of no other length.
+        # An average over fewer tasks would not be comparable with that of other lengths.
         average[str(length)] = None
         if len(known) == len(tasks):
             average[str(length)] = _rounded(fmean(known))
@@ -80,7 +80,7 @@ def ruler_rows(evaluation: Evaluation) -> Rows:
 
 
 def loss_rows(evaluation: Evaluation) -> Rows:
-    """The loss of each measure and length over all texts, token by token."""
+    """Return the token-weighted loss of each measure and length over all texts."""
     rows: Rows = []
     for (task, length), group in _groups(evaluation.losses).items():
         estimate = loss_over_texts([(row.nll, row.count) for row in group])
@@ -89,7 +89,7 @@ def loss_rows(evaluation: Evaluation) -> Rows:
 
 
 def bin_rows(evaluation: Evaluation, kind: str) -> Rows:
-    """The loss by ``by_position`` or ``by_distance`` for each length."""
+    """Return the loss by ``by_position`` or ``by_distance`` for each length."""
     rows: Rows = []
     for (task, length), group in _groups(evaluation.losses).items():
         for start, stop, estimate in loss_by_bin(group, kind):
@@ -99,7 +99,7 @@ def bin_rows(evaluation: Evaluation, kind: str) -> Rows:
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write rows as CSV, with the columns of the first one; what is not known is an empty cell."""
+    """Write rows as CSV, with the columns of the first row; unknown values are empty cells."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
     writer.writeheader()
@@ -109,12 +109,12 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def sample_rows(evaluation: Evaluation) -> Rows:
-    """Every sample's score, as a line; the answers are joined by a bar."""
+    """Return a row with the score of each sample; its answers are joined by a bar."""
     return [{**row.cells(), "answers": " | ".join(row.answers)} for row in evaluation.scores]
 
 
 def summary_of(evaluation: Evaluation) -> dict[str, Any]:
-    """All figures as one value."""
+    """Return all figures as one value."""
     return {
         "settings": evaluation.settings,
         "scores": score_rows(evaluation),
@@ -140,7 +140,7 @@ def _score(estimate: Estimate) -> dict[str, Any]:
 
 
 def _loss(estimate: LossEstimate | None, num_read: int) -> dict[str, Any]:
-    """Loss and perplexity; None where no token counts, as where LongPPL finds no key token."""
+    """Return loss and perplexity; None if no token counts, for example if LongPPL finds no key token."""
     found: dict[str, Any] = dict.fromkeys(("loss", "low", "high", "perplexity"))
     found |= {"tokens": 0, "tokens_read": num_read, "texts": 0}
     if estimate is not None:
@@ -150,7 +150,7 @@ def _loss(estimate: LossEstimate | None, num_read: int) -> dict[str, Any]:
 
 
 def _rounded(percent: float | None) -> float | None:
-    """NVIDIA's two digits."""
+    """Round to two digits, as NVIDIA does."""
     if percent is None:
         return None
     return round(percent, 2)

@@ -1,4 +1,4 @@
-"""What stands beside a training step, a file each, and the list of it."""
+"""Hooks of the training step, one per file, and the list of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from launcher.training.run import Run
 
 
 def step_hooks(run: Run) -> list[StepHook]:
-    """Those of a run, in the order in which they are called.
+    """Return the hooks of a run in the order in which they are called.
 
-    First what decides about the step, then what looks for wrong numbers, the audit before what compares ranks; last
-    what reports.
+    First those that decide about the step, then those that look for wrong numbers, the audit before comparisons of
+    ranks, and finally those that report.
     """
     hooks: list[StepHook] = [StopTogether(run), NonFinite(run), StepAudit(run)]
     if run.mesh.comm.ledger is not None:

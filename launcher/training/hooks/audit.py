@@ -1,4 +1,4 @@
-"""``StepAudit``: the audited steps of a run, and how it ends where a number was wrong (``run.audit_every``)."""
+"""``StepAudit``: audits steps of a run, and ends it if a number is wrong (``run.audit_every``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class StepAudit(StepHook):
-    """Looks at some calls of every ``run.audit_every``-th step."""
+    """Hook that audits some calls of every ``run.audit_every``-th step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -43,20 +43,20 @@ class StepAudit(StepHook):
         self._watching = ExitStack()
 
     def before_forward(self, step: Step) -> None:
-        """Copy calls of forward and backward, if these are the audited part."""
+        """Copy calls of forward and backward, if the audit is of these."""
         self._watch(step, update=False)
 
     def before_update(self, step: Step) -> None:
-        """TrainingError if other ranks compute one of them otherwise; then copy the update's. Collective."""
+        """Raise TrainingError if other ranks get different results; then copy calls of the update. Collective."""
         self._settle(step, update=False)
         self._watch(step, update=True)
 
     def after_update(self, step: Step) -> None:
-        """TrainingError if other ranks compute the update otherwise. Collective."""
+        """Raise TrainingError if other ranks get a different update. Collective."""
         self._settle(step, update=True)
 
     def record(self, step: Step, record: Record) -> None:
-        """Say what was looked at."""
+        """Record the audited part."""
         kind = self._auditor.kind_of(step.number)
         if kind is not None:
             record["audited"] = kind
@@ -66,7 +66,7 @@ class StepAudit(StepHook):
         self._watching.enter_context(self._auditor.watching(step.number, update=update))
 
     def _settle(self, step: Step, *, update: bool) -> None:
-        """Have what was copied computed again."""
+        """Have the copied calls recomputed, and raise the error if results differ."""
         self._watching.close()
         findings = self._auditor.settle(step.number, update=update)
         if findings:
@@ -77,7 +77,7 @@ class StepAudit(StepHook):
                 log.info("%s", line)
 
     def _what_is_audited(self) -> list[str]:
-        """What the log says once: who looks at whom, and what is not looked at."""
+        """Return the log's lines on the audit: the assignment of ranks, and the parts not audited."""
         config, ranks, assigned = self._run.config, self._auditor.ranks, self._auditor.assigned
         lines = [f"{self._who(len(ranks))} (run.audit_every={config.run.audit_every})."]
         kinds = {x.kind for x in ranks}
@@ -134,7 +134,7 @@ class StepAudit(StepHook):
 
 
 def message(step: int, findings: Sequence[Finding], *, update: bool, checkpoint: Path | None) -> str:
-    """What was wrong, where, and how to go on: one screen."""
+    """Return one screen: the wrong numbers, their ranks, and the way to go on."""
     first, *more = findings
     lines = [first.describe(step)]
     if more:
@@ -152,7 +152,7 @@ def message(step: int, findings: Sequence[Finding], *, update: bool, checkpoint:
 
 
 def _suspicion(finding: Finding) -> Record:
-    """Return a finding as the run's metrics have it."""
+    """Return a finding as stored in the run's metrics."""
     difference = finding.difference
     return {
         "ranks": list(finding.suspects),
@@ -167,7 +167,7 @@ def _suspicion(finding: Finding) -> Record:
 
 
 def _way_out(findings: Sequence[Finding], checkpoint: Path | None) -> str:
-    """Where to go on from, and without whom."""
+    """Name the checkpoint to go on from, and the hosts to leave out."""
     hosts = list(dict.fromkeys(host for finding in findings for host in finding.hosts))
     go_on = "There is no checkpoint yet: start again"
     if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""The log says when a step has compiled anything, so that a slow step has its reason beside it."""
+"""Logging of compilation, so that a slow step can be explained."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ log = logging.getLogger(__name__)
 
 
 class CompileWatch(StepHook):
-    """Says so on one rank."""
+    """Hook that logs compilation, on one rank."""
 
     def __init__(self) -> None:
         self._before = CompileCount(0, 0.0)
 
     def record(self, step: Step, record: Record) -> None:
-        """Log what was compiled since the last call."""
+        """Log graphs compiled since the last call."""
         now = compile_count()
         graphs, seconds = now.graphs - self._before.graphs, now.seconds - self._before.seconds
         if graphs:

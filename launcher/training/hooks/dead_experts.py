@@ -1,4 +1,4 @@
-"""An expert that no token chooses any more is named, once."""
+"""Warning about each expert that no token chooses any more, once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class DeadExperts(StepHook):
-    """Counts each expert's steps without a token, from where this process began; reports each expert once."""
+    """Counter of each expert's steps without a token since the start of this process; reports each expert once."""
 
     def __init__(
         self, model: ModelConfig, layers: Sequence[int], num_experts: int, window: int = DEAD_AFTER_STEPS
@@ -28,15 +28,15 @@ class DeadExperts(StepHook):
         self._reported_LE = torch.zeros_like(self._idle_steps_LE, dtype=torch.bool)
 
     def find(self, counts_LE: Tensor) -> list[str]:
-        """Names of the experts that no token has chosen in this step and the window before it, for the first time."""
+        """Return the experts that have now, for the first time, had no token for a full window of steps."""
         self._idle_steps_LE = torch.where(counts_LE > 0, 0, self._idle_steps_LE + 1)
-        # A dead expert stays dead for thousands of steps: once is enough.
+        # A dead expert stays dead for thousands of steps, so report it only once.
         dead_LE = (self._idle_steps_LE >= self._window) & ~self._reported_LE
         self._reported_LE |= dead_LE
         return [expert_name(self._layers[row], expert) for row, expert in dead_LE.nonzero().tolist()]
 
     def record(self, step: Step, record: Record) -> None:
-        """Warn of what is dead. A step that was left out has no load of its own."""
+        """Warn of dead experts. A step that was left out has no load of its own."""
         if self._layers and not step.skipped and (dead := self.find(step.totals.counts_LE)):
             log.warning("%s", self.warning(dead, step.number))
 

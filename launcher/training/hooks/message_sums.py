@@ -1,4 +1,4 @@
-"""What ranks sent one another in a step arrived as it was sent, or the run ends (``parallel.check_rows``)."""
+"""Check of the messages between ranks in a step; the run ends if any arrive changed (``parallel.check_rows``)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _MESSAGES = "messages"
 
 
 class MessageSums(StepHook):
-    """Compares what was sent with what arrived, in the step's own sums."""
+    """Hook that compares sent and received messages, as part of the step's own sums."""
 
     def __init__(self, run: Run, ledger: Ledger) -> None:
         self._run, self._ledger = run, ledger
 
     def before_forward(self, step: Step) -> None:
-        """Have the balance summed with what the step reports."""
+        """Add the balance of messages to the sums of the step."""
         step.each_micro_batch.append(self._ledger.begin)
         step.summed[_MESSAGES] = self._ledger.balance
 
     def before_update(self, step: Step) -> None:
-        """ClusterError if bytes changed on their way: a gradient of them must not reach the weights."""
+        """Raise ClusterError if bytes changed in transit: a gradient of them must not reach the weights."""
         if not is_balanced(step.totals.summed[_MESSAGES]):
             state = "The step was not taken: weights, moments and checkpoints are those of the step before."
             raise differing(self._run, f"step {step.number}", state)
@@ -33,9 +33,9 @@ class MessageSums(StepHook):
 
 
 def settle_validation(run: Run, step: int) -> None:
-    """Begin a new ledger if all that was sent for a validation arrived as it was sent.
+    """Begin a new ledger after a validation; raise ClusterError if any of its messages arrived changed.
 
-    ClusterError otherwise. Collective.
+    Collective.
     """
     ledger = run.mesh.comm.ledger
     if ledger is None:
@@ -47,7 +47,7 @@ def settle_validation(run: Run, step: int) -> None:
 
 
 def differing(run: Run, when: str, state: str) -> ClusterError:
-    """Return what ends the run, the same on every rank. Collective."""
+    """Return the error that ends the run, the same on every rank. Collective."""
     assert run.mesh.comm.ledger is not None
     found = find_differences(run.mesh.comm.ledger)
     return ClusterError(

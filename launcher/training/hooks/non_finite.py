@@ -1,4 +1,4 @@
-"""A step that is not finite (NaN or infinity), or a spike, is left out on every rank; too many in a row end the run."""
+"""Skipping of steps that are not finite (NaN or infinity) or are spikes; too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _SPIKE = "spike"
 
 
 class NonFinite(StepHook):
-    """Refuses such updates, and keeps the history by which a spike is known."""
+    """Hook that refuses such updates, and keeps the history used to detect spikes."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._routers: list[str] = []
 
     def before_update(self, step: Step) -> None:
-        """Refuse an update whose routers or loss are not finite, or whose norm is a spike."""
+        """Refuse an update if its routers or loss are not finite, or its norm is a spike."""
         self._routers = step.totals.broken_routers(self._run.expert_layers)
         if self._routers:
             step.refuse(_ROUTER)
         if not step.totals.finite:
             step.refuse(_LOSS)
-        # The norm is refused by the engine if it is not finite: nothing else is then left to say.
+        # The engine itself refuses a norm that is not finite: there is then no other reason to give.
         step.refuse(_GRADIENT, lambda norm: not math.isfinite(norm))
-        # Without the step itself, which would then hold its data until a collection of garbage.
+        # Do not reference the step, which would keep its data until garbage collection.
         history, loss = step.progress.history, step.loss
         step.refuse(_SPIKE, lambda norm: bool(self._spike(history, loss, norm)))
 
     def after_update(self, step: Step) -> None:
-        """Add the step to the history; TrainingError if it was left out as so many before. Collective then."""
+        """Add the step to the history; raise TrainingError after too many left out in a row. Collective if left out."""
         history = step.progress.history
         if step.failure is None:
             assert step.grad_norm is not None
@@ -57,17 +57,17 @@ class NonFinite(StepHook):
         broken = self._look_at(step)
         if broken.is_last:
             raise broken.error()
-        # All ranks know it, and one of them says so on the console.
+        # All ranks log it, and one of them also on the console.
         log.log(logging.WARNING if self._run.is_rank_0 else logging.INFO, "%s", broken.warning())
         step.grad_norm, step.history = broken.grad_norm, history.left_out()
 
     def record(self, step: Step, record: Record) -> None:
-        """Say why the step was left out."""
+        """Record the reason why the step was left out."""
         if step.skipped:
             record["skipped"] = step.skipped
 
     def _look_at(self, step: Step) -> BrokenStep:
-        """Find what is wrong with a step that is left out. Collective."""
+        """Collect the reasons for leaving out a step. Collective."""
         run, failure, history = self._run, step.failure, step.progress.history
         assert failure is not None
         spike, refused, grad_norm, gradients = "", "", None, []
@@ -75,13 +75,13 @@ class NonFinite(StepHook):
             spike = self._spike(history, step.loss, failure.norm)
         elif step.skipped not in _NOT_FINITE:
             refused = step.skipped
-        # The gradient of a loss that is not finite says nothing more.
+        # If the loss is not finite, its gradient gives no further information.
         if step.totals.finite and not self._routers:
             grad_norm, gradients = failure.norm, failure.names
-        # Every rank looks at the weights that it owns, and all learn the names.
+        # Each rank checks the weights that it owns, and all learn the names.
         weights, checkpoint = run.engine.broken_weights(), None
         if weights or history.in_row >= run.config.train.skip_steps:
-            # The run ends, and names the newest checkpoint.
+            # The run ends, and its message names the newest checkpoint.
             checkpoint = newest_checkpoint(run)
         return BrokenStep(
             step=step.number,
@@ -105,7 +105,7 @@ class NonFinite(StepHook):
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenStep:
-    """A step that cannot be taken, and what its user needs to go on."""
+    """A step that cannot be taken, with the information its user needs to go on."""
 
     step: int
     loss: float | None
@@ -134,12 +134,12 @@ class BrokenStep:
 
     @property
     def is_last(self) -> bool:
-        """Whether the run ends here. Where weights are no numbers, no later step can be better."""
+        """True if the run ends here. If weights are not finite, no later step can be better."""
         return bool(self.weights) or self.in_row >= self.train.skip_steps
 
     def error(self) -> TrainingError:
-        """What ends the run."""
-        # The trainer writes this record too: the curves then end with the step that broke.
+        """Return the error that ends the run."""
+        # The trainer also writes this record, so that the curves end with the broken step.
         record = {
             "kind": "train",
             "step": self.step,
@@ -150,7 +150,7 @@ class BrokenStep:
         return TrainingError(self.message(), record)
 
     def warning(self) -> str:
-        """What the log says of a step that is left out while the run goes on."""
+        """Return the log's message for a step that is left out while the run goes on."""
         what = self._what_happened()
         return (
             f"Step {self.step} is left out, number {self.in_row + 1} in a row of the {self.train.skip_steps} that "
@@ -159,7 +159,7 @@ class BrokenStep:
         )
 
     def message(self) -> str:
-        """What happened, where, and how to go on: one screen."""
+        """Return one screen: the problem, its place, and the way to go on."""
         lines = [self._what_happened() + self._where()]
         if self.in_row:
             before = f"{plural(self.in_row, 'step')} before it"
@@ -167,7 +167,7 @@ class BrokenStep:
                 f"Left out for such a reason: {before}, as many as train.skip_steps={self.train.skip_steps} allows."
             )
         if self.grad_norm is not None and not self.spike and not self.refused:
-            # Finite gradients whose squares overflow in the norm leave no name to give.
+            # Finite gradients whose squares overflow in the norm have no name to report.
             where = first_names(self.gradients) or "in no single tensor, but all together are too large"
             lines.append(f"Gradients that are not finite: {where}.")
         if self.weights:
@@ -178,7 +178,7 @@ class BrokenStep:
         return "\n".join(lines)
 
     def _where(self) -> str:
-        """The ranks that found it. Where ranks share a sequence, attention may have brought it there from another."""
+        """Name the ranks that found it. If ranks share a sequence, attention may have carried it over from another."""
         if not self.ranks:
             return ""
         return (
@@ -186,13 +186,13 @@ class BrokenStep:
         )
 
     def _what_happened(self) -> str:
-        """The first line: which quantity is not finite."""
+        """Return the first line: the quantity that is not finite."""
         if self.spike:
             return f"step {self.step} is a spike: {self.spike} (train.spike_sigmas)."
         if self.refused:
             return f"step {self.step} is refused: {self.refused}."
         if self.routers:
-            # The loss may well be finite: a token whose logits are not goes to no expert that counts.
+            # The loss may still be finite: a token with non-finite logits goes to no expert that counts.
             return f"router logits of step {self.step} are not finite: {first_names(self.routers, thing='layers')}."
         if self.grad_norm is not None:
             return f"the gradient of step {self.step} is not finite: norm {self.grad_norm:g}, though {self._loss_said}."
@@ -210,44 +210,44 @@ class BrokenStep:
         return f"loss {self.loss:g}"
 
     def _way_out(self) -> str:
-        """Where to go on from, and what to change."""
+        """Suggest a checkpoint to go on from, and settings to change."""
         advice = f"a lower train.lr (now {self.train.lr:g}) or a longer train.warmup_steps"
         if self.routers:
             advice += ", or a model.router_z_loss_weight (1e-3), which keeps logits small"
         older = ""
         if self.weights and self.checkpoint is not None:
-            # Weights go bad a step before the loss shows it, so the newest checkpoint may have them already.
+            # Weights go bad a step before the loss shows it, so the newest checkpoint may already contain them.
             older = ", or from an older one should it hold such weights too"
         return f"{way_out(self.checkpoint)}{older}, with {advice}."
 
 
 def rows_from(config: RunConfig, order: dict[str, Any]) -> str:
-    """Where a step's rows are in the data, and the command that shows them."""
+    """Describe the position of a step's rows in the data, with the command that shows them."""
     data = config.data
     if "sources" in order:
         places = ", ".join(
             f"{name} from row {source['block_row']} of block {source['block']} of epoch {source['epoch']} on"
             for name, source in order["sources"].items()
         )
-        # The command is right where the file is what it was from the beginning; the places are right in any case.
+        # The command is right only if the mixture's file has never changed; the positions are always right.
         where = f"from row {order['rows_consumed']} of the run on ({places}; {_sample_command(config, order)})"
         return f"{config.rows_per_step} rows of {data.train} {where}"
     command = f"longctx data inspect {data.train} --seq-len {data.seq_len} --row {order['block_row']}"
-    # Counted from its block: to find it in the epoch is to plan all blocks before it.
+    # Counted from its block: to count from the epoch, all blocks before it would have to be planned.
     for name in ("block", "epoch"):
         if order[name]:
             command += f" --{name} {order[name]}"
     if config.run.seed:
         command += f" --seed {config.run.seed}"
     if str(config.packing) != str(BEST_FIT):
-        # `data inspect` packs in the usual way; `data sample` is told how.
+        # `data inspect` always packs in the default way; `data sample` has options for it.
         command = _sample_command(config, order)
     where = f"from row {order['epoch_row']} of epoch {order['epoch']} on ({command})"
     return f"{config.rows_per_step} rows of {data.train} {where}"
 
 
 def _sample_command(config: RunConfig, order: dict[str, Any]) -> str:
-    """What shows the rows from the step's first one on, counted from the run's."""
+    """Return the command that shows rows from the step's first one on, counted from the run's first row."""
     data = config.data
     command = f"longctx data sample {data.train} --seq-len {data.seq_len} --first-row {order['rows_consumed']}"
     if config.run.seed:

@@ -1,4 +1,4 @@
-"""A run's steps are compared with what its plan says of them."""
+"""Comparison of a run's steps with its plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STEPS = 1000
 
 
 class PlanWatch(StepHook):
-    """Compares a run's steps with what was expected of them. On rank 0."""
+    """Hook that compares a run's steps with their estimate, on rank 0."""
 
     def __init__(self, expected: Expected) -> None:
         self.expected = expected
@@ -25,14 +25,14 @@ class PlanWatch(StepHook):
         self._is_first = True
 
     def record(self, step: Step, record: Record) -> None:
-        """Take in a step. The first one of a process allocates and compiles: its seconds do not count."""
+        """Add a step. The first step of a process allocates and compiles, so its seconds do not count."""
         self._peak_bytes = max(self._peak_bytes, record["max_memory_bytes"])
         if not self._is_first:
             self._seconds.append(record["step_seconds"])
         self._is_first = False
 
     def compared(self, step: int) -> Record:
-        """Return the end's event: what was measured, and by which share the plan was above it."""
+        """Return the final event: the measured figures, and the relative errors of the plan."""
         found: Record = {"kind": "event", "event": "plan_checked", "step": step, "peak_bytes": self._peak_bytes}
         if self._peak_bytes:
             found["peak_error"] = self.expected.bytes.peak / self._peak_bytes - 1
@@ -44,7 +44,7 @@ class PlanWatch(StepHook):
 
 
 def checked_line(record: dict[str, Any]) -> str:
-    """The end's line for the log."""
+    """Return the final line for the log."""
     line = f"Plan and run: {gib(record['peak_bytes'])} at the peak{_signed(record.get('peak_error'))}"
     if "step_seconds" in record:
         line += f", {record['step_seconds']:.3g} s a step in the median{_signed(record.get('seconds_error'))}"

@@ -1,6 +1,6 @@
-"""``ReplicaWatch``: what ranks hold is compared every so many steps, and at each save up to what the disk has.
+"""``ReplicaWatch``: compares the ranks' state every so many steps, and at each save with the bytes on disk as well.
 
-Weights that several ranks hold alike are compared among them, what one rank alone holds with what its last update left.
+Weights that several ranks hold are compared among them; those of a single rank, with the result of its last update.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ _TOLD = 3
 
 
 class ReplicaWatch(StepHook):
-    """Compares what ranks hold in the steps that ``run.replicas_every`` names, and at every save."""
+    """Hook that compares ranks in the steps that ``run.replicas_every`` names, and at every save."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.replicas = run, Replicas(run.engine)
         self._every = run.config.run.replicas_every
 
     def before_update(self, step: Step) -> None:
-        """TrainingError if ranks differ, before the step changes anything. Collective if a comparison is due."""
+        """Raise TrainingError if ranks differ, before the step changes anything. Collective if a comparison is due."""
         if self._is_due(step.number):
             _check(self.run, self.replicas, f"step {step.number}", step.number)
         self.replicas.forget()
 
     def after_update(self, step: Step) -> None:
-        """Note what lies still until the next update, if that compares, or if this step is saved."""
+        """Remember the state until the next update, if that step compares or this one is saved."""
         is_saved = step.stop_asked or self.run.config.saves_after(step.number)
         if self._is_due(step.number + 1) or (is_saved and self._every):
             self._remember()
 
     def before_save(self, step: int) -> list[Sum]:
-        """TrainingError where ranks differ in what is about to be saved; a rank may be hours late. Collective.
+        """Raise TrainingError if ranks differ in the state to be saved; a rank may be hours late. Collective.
 
-        Returns the sums that this rank's values have to have on the disk, in their order; none where none are taken.
+        Returns the sums that this rank's values must have on disk, in order; empty if comparisons are off.
         """
         if not self._every:
             return []
-        # Rank 0 may still hash the files of the last checkpoint, and a comparison waits no longer than a step does.
+        # Rank 0 may still be hashing the last checkpoint's files, and a comparison waits no longer than a step does.
         meet_patiently()
         _check(self.run, self.replicas, f"the weights after step {step}, which are not saved", step + 1)
-        # A save that nobody expected.
+        # An unexpected save.
         if not self.replicas.own_sums:
             self._remember()
         return on_host(self.replicas.own_sums)
 
     def _remember(self) -> None:
-        # What a disk holds would have to be read twice.
+        # Values on a disk would have to be read a second time.
         if self.run.config.zero.offload != "nvme":
             self.replicas.remember()
 
@@ -76,7 +76,7 @@ def _check(run: Run, replicas: Replicas, where: str, step: int) -> None:
 
 
 def _message(run: Run, odd: Sequence[Odd], hosts: Sequence[str], where: str, step: int) -> str:
-    """What differs on whose machine, and how to go on: one screen, the same on every rank."""
+    """Return one screen, the same on every rank: the differences, their hosts, and the way to go on."""
     lines = [f"in {where}, bits of weights or moments have changed that nobody wrote (run.replicas_every)."]
     found: dict[tuple[tuple[int, ...], bool, bool], list[str]] = {}
     for one in odd:
@@ -104,7 +104,7 @@ def _message(run: Run, odd: Sequence[Odd], hosts: Sequence[str], where: str, ste
 def _way_out(run: Run, odd: Sequence[Odd], step: int) -> str:
     suspect = ""
     if any(one.own for one in odd):
-        # Ranks compare before they save. What one rank alone holds may have changed since its update, and been saved.
+        # Ranks compare before they save. A single rank's values may have changed since its update, and been saved.
         suspect = f"step_{step - 1:06d}"
     good = newest_checkpoint(run, without=suspect)
     if good is None:

@@ -1,4 +1,4 @@
-"""The experts that tokens choose are recorded, or follow those of another run."""
+"""Recording of the experts that tokens choose, or replay of another run's choices."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from launcher.training.run import Run
 
 
 class Routing(StepHook):
-    """Reads and writes a run's routing files, one a step."""
+    """Hook that reads and writes a run's routing files, one per step."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._files = run, run.routing
 
     def before_forward(self, step: Step) -> None:
-        """Hand each micro-batch the choices that it records or follows. Collective if it follows."""
+        """Give each micro-batch the choices that it records or follows. Collective if it follows."""
         self._files.begin(step.number, step.data.order, self._run.token_indices(step.data))
         step.choices = self._files.replay
 
     def after_update(self, step: Step) -> None:
-        """Write what was chosen. Collective."""
+        """Write the choices. Collective."""
         self._files.end()

@@ -1,4 +1,4 @@
-"""All ranks learn in one step whether any of them was asked to stop."""
+"""Agreement of all ranks, in each step, on a request to stop."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _STOP = "stop"
 
 
 class StopTogether(StepHook):
-    """Sums over ranks who was asked."""
+    """Hook that sums requests to stop over ranks."""
 
     def __init__(self, run: Run) -> None:
         self._stop = run.stop
 
     def before_forward(self, step: Step) -> None:
-        """Have it summed with what the step reports."""
+        """Add this rank's request to the sums of the step."""
         step.summed[_STOP] = lambda device: torch.tensor([float(self._stop.is_asked())], device=device)
 
     def before_update(self, step: Step) -> None:
-        """Note what all ranks know now."""
+        """Store the agreed result in the step."""
         step.stop_asked = bool(step.totals.summed[_STOP])
 
     def record(self, step: Step, record: Record) -> None:
-        """Note how long a step takes, by which the time for a last save is reckoned."""
+        """Store the seconds of a step, from which the time for a last save is estimated."""
         self._stop.step_seconds = record["step_seconds"]

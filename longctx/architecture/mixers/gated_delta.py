@@ -1,4 +1,4 @@
-"""The gated delta rule (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692): a state in place of scores.
+"""The gated delta rule (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692): a state instead of scores.
 
 Axes: M model width, K key heads, H value heads, D key head size, V value head size, W tokens of the convolution.
 """
@@ -16,7 +16,7 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class GatedDelta(Mixer):
-    """Gated DeltaNet: one decay a head, an output gate as wide as the values."""
+    """Gated DeltaNet: one decay per head, an output gate as wide as the values."""
 
     name: ClassVar[str] = "gated_delta"
     core: ClassVar[str] = "gated_delta"
@@ -24,11 +24,11 @@ class GatedDelta(Mixer):
 
     @property
     def reach(self) -> int | None:
-        # No row: a state stands for all tokens before.
+        # No rows: one state represents all previous tokens.
         return 0
 
     def check(self, config: ModelFields) -> None:
-        """ConfigError for a layer that sees both sides, and for heads that do not fit each other."""
+        """Raise ConfigError if the layer is bidirectional, or if its sizes are not valid."""
         if not config.causal:
             raise ConfigError(
                 f"model.causal=false: {self.name} layers read their document from its first token on. Use "
@@ -48,7 +48,7 @@ class GatedDelta(Mixer):
     def matrices(self, config: ModelFields) -> int:
         sizes = config.delta_sizes
         values = sizes.value_heads * sizes.value_dim
-        # Queries, keys and values; the gate; decay and β; and the way back.
+        # Queries, keys and values; the gate; decay and β; and the output projection.
         return config.hidden_size * (sizes.channels + values + 2 * sizes.value_heads + values)
 
     def vectors(self, config: ModelFields) -> int:
@@ -56,13 +56,13 @@ class GatedDelta(Mixer):
         return sizes.channels * sizes.conv + 2 * sizes.value_heads
 
     def norms(self, config: ModelFields) -> int:
-        # One head's weights for all.
+        # All heads share one head's weights.
         return config.delta_sizes.value_dim
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
-        """``6·H·D·V`` a token to read, write and query the states, ``2·W`` a channel to convolve.
+        """Return the FLOPs: ``6·H·D·V`` per token to read, write and query the states, ``2·W`` per channel to convolve.
 
-        The work inside of chunks is not in it: it depends on how the rule is computed.
+        Work within chunks is not included: it depends on how the rule is computed.
         """
         sizes = config.delta_sizes
         states = 6 * sizes.value_heads * sizes.key_dim * sizes.value_dim
@@ -70,14 +70,14 @@ class GatedDelta(Mixer):
 
     def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
         sizes = config.delta_sizes
-        # Beside the states stand the tokens that the convolution reads again.
+        # The cache also stores the previous tokens that the convolution reads.
         states = sizes.value_heads * sizes.key_dim * sizes.value_dim
         return Cached(state_values=states + (sizes.conv - 1) * sizes.channels)
 
 
 @dataclass(frozen=True)
 class KimiDelta(GatedDelta):
-    """Kimi Delta Attention: a decay a channel of the keys; decays and the output gate come from narrow latents."""
+    """Kimi Delta Attention: one decay per key channel; decays and the output gate come from narrow latents."""
 
     name: ClassVar[str] = "kda"
 
@@ -104,7 +104,7 @@ class KimiDelta(GatedDelta):
 
 @dataclass(frozen=True)
 class Mamba2(GatedDelta):
-    """Mamba-2 (arXiv 2405.21060): nothing is taken off a state; one number a head is decay and strength of a step."""
+    """Mamba-2 (arXiv 2405.21060): nothing is subtracted from a state; one number per head sets decay and step size."""
 
     name: ClassVar[str] = "mamba2"
 
@@ -120,14 +120,14 @@ class Mamba2(GatedDelta):
 
     def vectors(self, config: ModelFields) -> int:
         sizes = config.delta_sizes
-        # The convolution and its bias; rates, their biases, and what skips the states.
+        # The convolution and its bias; rates, their biases, and the skip weights around the states.
         return sizes.channels * (sizes.conv + 1) + 3 * sizes.value_heads
 
     def norms(self, config: ModelFields) -> int:
         return config.delta_sizes.value_heads * config.delta_sizes.value_dim
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
-        """``4·H·D·V`` a token to write and query the states, ``2·W`` a channel to convolve."""
+        """Return the FLOPs: ``4·H·D·V`` per token to write and query the states, ``2·W`` per channel to convolve."""
         sizes = config.delta_sizes
         states = 4 * sizes.value_heads * sizes.key_dim * sizes.value_dim
         return (states + 2 * sizes.conv * sizes.channels) * sum(lengths)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1): keys and values unfold from a narrow latent.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1): keys and values expand from a narrow latent.
 
 Axes: M model width, H heads, D query/key head size, V value head size.
 """
@@ -16,7 +16,7 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Latent(Softmax):
-    """Softmax attention whose heads unfold from latents of queries and of keys; a cache stores the latents."""
+    """Softmax attention with heads that expand from latents of queries and of keys; a cache stores the latents."""
 
     name: ClassVar[str] = "latent"
 
@@ -51,19 +51,19 @@ class Latent(Softmax):
         queries = M * H * D
         if config.q_lora_rank:
             queries = config.q_lora_rank * (M + H * D)
-        # Rotary keys are projected from the hidden states, once for all heads; other channels come from the latent.
+        # Rotary keys are projected from the hidden states, once for all heads; the other channels come from the latent.
         keys_and_values = M * (latent + rotary) + latent * H * (D - rotary + V)
         return queries + keys_and_values + H * V * M
 
     def vectors(self, config: ModelFields) -> int:
         counts = 0
         if config.qkv_bias:
-            # Of the projections into latents.
+            # Biases of the projections into latents.
             counts += config.q_lora_rank + config.kv_lora_rank + config.rope_head_dim
         return counts + output_bias(config) + sinks(config)
 
     def norms(self, config: ModelFields) -> int:
-        # RMSNorms of the latents, whatever ``norm`` says.
+        # Latents have an RMSNorm for any value of ``norm``.
         return config.q_lora_rank + config.kv_lora_rank
 
     def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:

@@ -1,4 +1,4 @@
-"""Linear attention (arXiv 2006.16236), feature map elu + 1: a state in place of scores.
+"""Linear attention (arXiv 2006.16236), feature map elu + 1: a state instead of scores.
 
 Axes: H query heads, K key/value heads, D query/key head size, V value head size.
 """
@@ -18,7 +18,10 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Linear(Softmax):
-    """A token adds its key times its value to a state, which the queries behind it read; projections are softmax's."""
+    """Linear attention: each token adds its key times its value to a state that later queries read.
+
+    Its projections are those of softmax attention.
+    """
 
     name: ClassVar[str] = "linear"
     core: ClassVar[str] = "linear"
@@ -26,11 +29,11 @@ class Linear(Softmax):
 
     @property
     def reach(self) -> int | None:
-        # No row: a state stands for all tokens before.
+        # No rows: one state represents all previous tokens.
         return 0
 
     def check(self, config: ModelFields) -> None:
-        """ConfigError for what changes scores: there are none that a cap, a bias or a sink could change."""
+        """Raise ConfigError for fields that change scores: there are none for a cap, a bias or a sink to change."""
         for name in ("attention_softcap", "attention_scale", "sinks"):
             if getattr(config, name):
                 raise ConfigError(f"model.{name}={getattr(config, name)} means nothing to linear layers; leave it out.")
@@ -42,17 +45,17 @@ class Linear(Softmax):
         super().check(config)
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
-        """``2·(K + H)·D·V`` a token: its key times value, and a product of each query head with the state."""
+        """Return the FLOPs: ``2·(K + H)·D·V`` per token, for key times value and each query head times the state."""
         heads = config.num_kv_heads + config.num_heads
         return 2 * heads * config.head_dim * config.value_dim * sum(lengths)
 
     def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
-        # Beside the sum of the values stands that of the weights.
+        # The state also holds the sum of the weights, next to that of the values.
         return Cached(state_values=config.num_kv_heads * config.head_dim * (config.value_dim + 1))
 
 
 @dataclass(frozen=True)
 class LatentLinear(Linear, Latent):
-    """Linear attention of heads that unfold from latents; its state is of unfolded keys."""
+    """Linear attention with heads that expand from latents; its state holds expanded keys."""
 
     name: ClassVar[str] = "latent_linear"

@@ -1,4 +1,4 @@
-"""``Mixer``: what a layer mixes its tokens by, as a value: which tokens see which, and what that takes."""
+"""``Mixer``: how a layer mixes its tokens, as a value: which tokens see which, and the cost in weights and FLOPs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longctx.architecture.fields import ModelFields
 
 
 class Cached(NamedTuple):
-    """What the cache of one layer stores of a sequence."""
+    """Contents of one layer's cache for a sequence."""
 
     rows: int = 0
     """Tokens of which it has a row; ranks that share the sequence divide them."""
@@ -21,7 +21,7 @@ class Cached(NamedTuple):
 
 
 class KeyHeads(NamedTuple):
-    """Keys and values of a layer."""
+    """Number and size of a layer's key/value heads."""
 
     num_heads: int
     head_dim: int
@@ -30,10 +30,10 @@ class KeyHeads(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixer:
-    """The mixer of a layer. Layers with equal ones share a plan in each forward pass.
+    """Mixer of a layer. Layers with equal mixers share a plan in each forward pass.
 
-    A subclass is one file here, one in ``longctx/model/mixers`` (its projections, and its core in one process) and, if
-    its core is a new one, one in ``parallel/attention`` (its core over ranks).
+    A subclass has one file here, one in ``longctx/model/mixers`` (its projections, and its core in one process) and, if
+    its core is new, one in ``parallel/attention`` (its core over ranks).
     """
 
     causal: bool = True
@@ -52,42 +52,42 @@ class Mixer:
 
     @property
     def reach(self) -> int | None:
-        """Tokens before a query whose rows it needs, itself included; None for all, 0 if it reads a state of them."""
+        """Number of tokens up to a query, itself included, with rows it reads; None for all, 0 if it reads a state."""
         raise NotImplementedError
 
     def key_heads(self, config: ModelFields) -> KeyHeads:
-        """Key heads of the layer's projections."""
+        """Return the key/value heads of the layer's projections."""
         return KeyHeads(config.num_kv_heads, config.head_dim)
 
     def check(self, config: ModelFields) -> None:
-        """ConfigError for fields that the mixer cannot have."""
+        """Raise ConfigError for fields that the mixer does not support."""
 
     def matrices(self, config: ModelFields) -> int:
-        """Weights of the projections' matrices."""
+        """Return the number of weights in the projection matrices."""
         raise NotImplementedError
 
     def vectors(self, config: ModelFields) -> int:
-        """Weights of their biases, and of sinks."""
+        """Return the number of weights in the projection biases and sinks."""
         raise NotImplementedError
 
     def norms(self, config: ModelFields) -> int:
-        """Weights of norms inside of the mixer, such as those of queries and keys."""
+        """Return the number of weights in norms inside the mixer, such as those of queries and keys."""
         return 0
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
-        """FLOPs of mixing proper, forward, over documents of these lengths: the projections are not in it.
+        """Return the forward FLOPs of mixing documents of these lengths, without the projections.
 
-        Backward is taken to be twice that.
+        Backward is assumed to cost twice that.
         """
         raise NotImplementedError
 
     def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
-        """What a cache of so many tokens stores, of which ``chunk_tokens`` are read at a time."""
+        """Return the contents of a cache of ``num_tokens`` tokens, read ``chunk_tokens`` at a time."""
         raise NotImplementedError
 
 
 def norm_size(config: ModelFields, channels: int) -> int:
-    """Parameters of one norm: a LayerNorm has a bias beside its weight."""
+    """Return the number of parameters in one norm: a LayerNorm has a bias besides its weight."""
     if config.norm == "layernorm":
         return 2 * channels
     return channels

@@ -16,7 +16,7 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Softmax(Mixer):
-    """Queries weigh the values of the keys that they see by the softmax of their scores."""
+    """Softmax attention: queries weigh the values of the visible keys by the softmax of their scores."""
 
     has_own_heads: bool = False
     """Whether its heads are those of ``global_kv_heads`` and ``global_head_dim``."""
@@ -31,7 +31,7 @@ class Softmax(Mixer):
         return KeyHeads(config.global_kv_heads or config.num_kv_heads, config.global_head_dim or config.head_dim)
 
     def shares_values(self, config: ModelFields) -> bool:
-        """Whether values are keys, without a projection."""
+        """Return whether values equal keys, without a projection of their own."""
         return self.has_own_heads and config.global_shared_values
 
     def check(self, config: ModelFields) -> None:
@@ -51,7 +51,7 @@ class Softmax(Mixer):
 
     @property
     def reach(self) -> int | None:
-        # A stride goes back to the document's first token.
+        # A stride reaches back to the document's first token.
         if self.stride or not self.window:
             return None
         return self.window
@@ -77,18 +77,18 @@ class Softmax(Mixer):
     def norms(self, config: ModelFields) -> int:
         if config.qk_norm == "none":
             return 0
-        # One head's weights for all queries, one for all keys.
+        # All queries share one head's weights, and so do all keys.
         num_heads, (K, D) = 2, self.key_heads(config)
         if config.qk_norm == "full":
             num_heads = config.num_heads + K
         return norm_size(config, num_heads * D)
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
-        """``2·H·(D + V)`` a (query, key) pair that the mask leaves.
+        """Return the FLOPs: ``2·H·(D + V)`` per (query, key) pair that the mask allows.
 
         Transformer-XL's relative positions are a second product over D.
         """
-        # Two a multiply-and-add, in the product with the keys and in that with the values.
+        # Two FLOPs per multiply-add, in the product with the keys and in that with the values.
         D = self.key_heads(config).head_dim
         channels = D + self._value_dim(config)
         if config.position == "relative":
@@ -101,17 +101,17 @@ class Softmax(Mixer):
         return Cached(self.cached_rows(num_tokens, chunk_tokens), K * self._row(config))
 
     def cached_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Tokens whose keys are stored: a window, and a chunk that is read with it."""
+        """Return the number of tokens with stored keys: a window, plus a chunk that is read with it."""
         if self.reach is None:
             return num_tokens
-        # Queries of the chunk's first token still see a window before it.
+        # Queries of the chunk's first token still see a full window before it.
         return min(num_tokens, self.reach + chunk_tokens)
 
     def _row(self, config: ModelFields) -> int:
         D = self.key_heads(config).head_dim
         keys = D
         if config.position == "relative":
-            # Channels of the distance stand beside those of the content.
+            # Channels of the distance are stored next to those of the content.
             keys += config.hidden_size
         return keys + self._value_dim(config)
 
@@ -120,30 +120,31 @@ class Softmax(Mixer):
 
 
 def output_bias(config: ModelFields) -> int:
-    """Weights of the output projection's bias."""
+    """Return the number of weights in the output projection's bias."""
     if config.o_bias:
         return config.hidden_size
     return 0
 
 
 def sinks(config: ModelFields) -> int:
-    """Learned logits that take a share of the softmax."""
+    """Return the number of sinks: learned logits that take a share of the softmax."""
     if config.sinks:
         return config.num_heads
     return 0
 
 
 def attended_pairs(lengths: Iterable[int], *, window: int = 0, stride: int = 0, causal: bool = True) -> int:
-    """(query, key) pairs that a mask within each document leaves: ``Σ n·(n + 1) / 2`` if it is causal.
+    """Return the number of (query, key) pairs that a mask within each document allows: ``Σ n·(n + 1) / 2`` if causal.
 
-    With a ``window`` w those at distances below w: ``Σ m·(m + 1)/2 + (n − m)·w``, m = min(n, w). A ``stride`` s adds
-    the distances beyond the window that are multiples of s. Not causal, every pair but (i, i) has a mirror image.
+    With a ``window`` w only pairs at distances below w count: ``Σ m·(m + 1)/2 + (n − m)·w``, m = min(n, w). A
+    ``stride`` s adds the distances beyond the window that are multiples of s. If not causal, every pair except (i, i)
+    has a mirror image.
     """
     total = 0
     for n in lengths:
         pairs = _pairs_of(n, window or n, stride)
         if not causal:
-            # The mask is its own mirror image; the diagonal is counted once.
+            # The mask is its own mirror image; the diagonal counts once.
             pairs = 2 * pairs - n
         total += pairs
     return total
@@ -153,13 +154,13 @@ def _pairs_of(n: int, window: int, stride: int) -> int:
     near = min(n, window)
     pairs = near * (near + 1) // 2 + (n - near) * window
     if stride and n > window:
-        # Query i meets i // stride multiples of the stride; those within its window are counted already.
+        # Query i reaches i // stride multiples of the stride; those within its window have been counted.
         inside = (window - 1) // stride
         pairs += _sum_of_quotients(n, stride) - _sum_of_quotients(window, stride) - (n - window) * inside
     return pairs
 
 
 def _sum_of_quotients(n: int, divisor: int) -> int:
-    """Σ i // divisor over 0 ≤ i < n."""
+    """Return Σ i // divisor over 0 ≤ i < n."""
     whole, rest = divmod(n, divisor)
     return divisor * whole * (whole - 1) // 2 + rest * whole

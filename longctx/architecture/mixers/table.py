@@ -1,4 +1,4 @@
-"""The kinds of layers that a config names (``model.layers``), and the mixer that each is."""
+"""Layer kinds that a config can name (``model.layers``), and the mixer of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.mixers.softmax import Softmax
 from longctx.errors import ConfigError
 
-# Latents are of a whole model: all of its layers have them, whatever they see.
+# Latents are a property of the full model: all of its layers have them, for any mask.
 
 
 def _softmax(config: ModelFields, *, window: int = 0, stride: int = 0) -> Mixer:

@@ -29,11 +29,11 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer.", "scheduler.", "rng_state")
 
 
 class WeightsFolder:
-    """The tensors of a Hugging Face folder by name; a tensor is read on request, and not kept.
+    """Tensors of a Hugging Face folder by name; a tensor is read on request and not kept.
 
-    Weights are the files of the folder's one index, or else its one file. They are safetensors, of any name; where
-    there are none, a pickle (``.bin``, ``.pt``), of which tensors alone are taken. CheckpointError, which names the
-    file, for an index that does not say exactly what its files hold, or leads out of the folder.
+    Weights are the files of the folder's only index, or otherwise its only file. They are safetensors, of any name; if
+    there are none, a pickle (``.bin``, ``.pt``), of which only tensors are read. Raise CheckpointError, naming the
+    file, if an index does not list exactly the contents of its files, or leads out of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,44 +51,44 @@ class WeightsFolder:
         return set(self._file_of.values()) | {self._found}
 
     def names(self) -> set[str]:
-        """Every tensor on disk."""
+        """Return the names of all tensors on disk."""
         return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape as the file has it."""
+        """Return the shape in the file."""
         return self._open(self._file_of[name]).shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The tensor's dtype; CheckpointError for one that training could not take without loss."""
+        """Return the tensor's dtype; raise CheckpointError if training could not load it without loss."""
         return self._open(self._file_of[name]).dtype(name)
 
     def read(self, name: str) -> Tensor:
-        """The tensor as it is on disk, in memory of its own."""
+        """Return the tensor as on disk, in its own memory."""
         return self._open(self._file_of[name]).read(name)
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """The dtype of the tensor's bytes, quantised or not; None for one that no scheme here has."""
+        """Return the dtype of the tensor's bytes, quantised or not; None if no supported scheme has it."""
         file = self._open(self._file_of[name])
         if isinstance(file, PickledFile):
             return file.dtype(name)
         return file.stored_dtype(name)
 
     def read_stored(self, name: str) -> Tensor:
-        """The tensor's bytes as they are stored, quantised or not."""
+        """Return the tensor's bytes as stored, quantised or not."""
         file = self._open(self._file_of[name])
         if isinstance(file, PickledFile):
             return file.read(name)
         return file.read_stored(name)
 
     def _read_index(self, index: str) -> dict[str, str]:
-        """Tensor -> file from the index, checked against what each file really holds."""
+        """Return the file of each tensor from the index, checked against the actual contents of the files."""
         path = self.folder / index
         weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
             raise CheckpointError(f"{path} has no weight_map of tensor names to file names.")
         if not weight_map:
             raise CheckpointError(f"{path} has an empty weight_map.")
-        # An index of safetensors must not make us open a pickle.
+        # A safetensors index must not make us open a pickle.
         kinds = _PICKLED
         if index.endswith(_SAFE + _INDEX_END):
             kinds = (_SAFE,)
@@ -108,11 +108,11 @@ class WeightsFolder:
         return weight_map
 
     def _names(self, file: str) -> list[str]:
-        """The tensors of one file."""
+        """Return the tensors of one file."""
         return self._open(file).names()
 
     def _open(self, file: str) -> SafetensorsFile | PickledFile:
-        """The file, its header read once."""
+        """Return the opened file; its header is read once."""
         if file not in self._files:
             path = checked_path(self.folder, file, named_by=self.folder, kinds=(_SAFE, *_PICKLED))
             check_is_fetched(path)
@@ -124,7 +124,7 @@ class WeightsFolder:
 
 
 def check_is_fetched(path: Path) -> None:
-    """Raise CheckpointError for a Git LFS pointer, which stands where a file should."""
+    """Raise CheckpointError for a Git LFS pointer in place of a file."""
     try:
         check_fetched(path)
     except (OSError, ValueError) as error:
@@ -132,17 +132,17 @@ def check_is_fetched(path: Path) -> None:
 
 
 def has_usual_names(folder: Path) -> bool:
-    """Whether transformers finds the folder's weights: it looks for these names alone."""
+    """Return whether transformers finds the folder's weights, which it does only under these names."""
     return any((folder / name).exists() for name in (WEIGHTS, INDEX, PICKLED_WEIGHTS, PICKLED_WEIGHTS + _INDEX_END))
 
 
 def _find_weights(folder: Path) -> str:
-    """The folder's index, or its one file of weights; CheckpointError when there is none, or a choice."""
+    """Return the folder's index, or its only file of weights; raise CheckpointError if there is none, or several."""
     names = sorted(path.name for path in folder.iterdir())
     for kinds, single in (((_SAFE,), WEIGHTS), (_PICKLED, PICKLED_WEIGHTS)):
         files = [n for n in names if n.endswith(kinds) and not n.startswith(_NOT_WEIGHTS)]
         indices = [n for n in names if n.endswith(tuple(kind + _INDEX_END for kind in kinds))]
-        # As transformers chooses; without its names, any single index or file will do.
+        # As transformers chooses; otherwise any single index or file is accepted.
         usual = [n for n in (single + _INDEX_END, single) if n in names]
         if len(usual) > 1:
             raise CheckpointError(f"{folder} has both {usual[1]} and {usual[0]}: delete the one that is not meant.")
@@ -158,11 +158,10 @@ def _find_weights(folder: Path) -> str:
 
 
 def checked_path(folder: Path, file: str, *, named_by: Path, kinds: tuple[str, ...] = ("",)) -> Path:
-    """``folder / file`` for a plain name with one of the endings ``kinds``, whose target is a file of the folder.
+    """Return ``folder / file`` for a plain name with one of the endings ``kinds`` and a target within the folder.
 
-    CheckpointError otherwise; it says which file names this one (``named_by``). An index comes from strangers: it must
-    not make us read elsewhere. A Hugging Face cache stores every file as a link into its own blobs, so such links are
-    allowed.
+    Otherwise raise CheckpointError, naming the file that lists this one (``named_by``). An index is untrusted: it must
+    not redirect reads. A Hugging Face cache stores every file as a link into its own blobs, so such links are allowed.
     """
     is_plain = Path(file).name == file and "\\" not in file and "\0" not in file and len(file) <= _MOST_NAME
     if not is_plain or not file.endswith(kinds):

@@ -1,4 +1,4 @@
-"""JSON files of strangers, read strictly; and our own, written to be read."""
+"""Untrusted JSON files, read strictly; and our own, written to be readable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longctx.untrusted.reading import read_json as read_strictly
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; CheckpointError when it is missing, damaged, too large, no object, or names a key twice."""
+    """Return a JSON object; raise CheckpointError if it is missing, damaged, too large or not a valid object."""
     try:
         content = read_strictly(path)
     except FileNotFoundError as error:

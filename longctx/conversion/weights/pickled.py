@@ -1,7 +1,7 @@
-"""Weights in a pickle (``.bin``, ``.pt``): read as tensors, never run.
+"""Weights in a pickle (``.bin``, ``.pt``): read as tensors, never executed.
 
-``torch.load(weights_only=True)`` interprets the pickle with a short list of constructors, all of them of tensors. A
-pickle that asks for anything else is refused before anything of it runs.
+``torch.load(weights_only=True)`` interprets the pickle with a short list of constructors, all of them for tensors. A
+pickle that needs anything else is refused before any of it runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAPPED_BYTES = 64 * 2**20
 
 
 class PickledFile:
-    """The tensors of one ``torch.save`` file by name; they stay on disk until they are asked for.
+    """Tensors of one ``torch.save`` file by name; they stay on disk until requested.
 
-    Tensors that share storage (tied weights) are read one by one, each in memory of its own.
+    Tensors that share storage (tied weights) are read one by one, each into its own memory.
     """
 
     def __init__(self, path: Path, *, mapped_bytes: int = MAPPED_BYTES) -> None:
@@ -36,25 +36,25 @@ class PickledFile:
         _check_records(path, self._tensors)
 
     def names(self) -> list[str]:
-        """Every tensor."""
+        """Return the names of all tensors."""
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape."""
+        """Return the tensor's shape."""
         return tuple(self._tensors[name].shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The tensor's dtype; CheckpointError for one that training could not take without loss."""
+        """Return the tensor's dtype; raise CheckpointError if training could not load it without loss."""
         dtype = self._tensors[name].dtype
         if dtype not in DTYPES.values():
             raise CheckpointError(f"{name} in {self.path} is {dtype}; supported: {sorted(DTYPES)}.")
         return dtype
 
     def read(self, name: str) -> Tensor:
-        """The tensor, contiguous, in memory of its own."""
+        """Return the tensor, contiguous, in its own memory."""
         self.dtype(name)
         if self._read_bytes > self._mapped_bytes:
-            # Frees the old mapping before there is a new one.
+            # Frees the old mapping before a new one is made.
             self._tensors = {}
             self._read_bytes = 0
             self._tensors = _load(self.path)
@@ -64,13 +64,13 @@ class PickledFile:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    """The file's tensors, mapped; CheckpointError, on one screen, for whatever is not a plain dict of tensors."""
+    """Return the file's tensors, mapped; raise CheckpointError, on one screen, if it is not a plain dict of tensors."""
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} cannot be read: it has 0 bytes.")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        # A hostile file may raise anything.
+        # A hostile file may raise any exception.
         raise CheckpointError(_refusal(path, str(error))) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict of tensors.")
@@ -80,7 +80,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _check(path: Path, name: Any, value: Any) -> None:
-    """CheckpointError unless an entry is a dense tensor of the CPU, within its storage."""
+    """Raise CheckpointError unless an entry is a dense CPU tensor within its storage."""
     if not isinstance(name, str):
         raise CheckpointError(f"{path} names a tensor {name!r}, which is no text.")
     if not isinstance(value, Tensor):
@@ -97,9 +97,9 @@ def _check(path: Path, name: Any, value: Any) -> None:
 
 
 def _check_records(path: Path, tensors: dict[str, Tensor]) -> None:
-    """CheckpointError unless each storage has a record of its size in the file.
+    """Raise CheckpointError unless each storage has a record of its size in the file.
 
-    ``torch.load`` takes a mapped storage's size from the pickle: after a shorter record it would read the next one.
+    ``torch.load`` takes a mapped storage's size from the pickle: with a shorter record it would read into the next one.
     """
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values() if t.numel()}
     try:
@@ -117,7 +117,7 @@ def _check_records(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _refusal(path: Path, reason: str) -> str:
-    """torch's reason not to read a file, in our words."""
+    """Return torch's reason for not reading a file, reworded."""
     asked = re.search(r"(?:GLOBAL|global) `?([\w.]+)", reason)
     if asked:
         return (
@@ -131,5 +131,5 @@ def _refusal(path: Path, reason: str) -> str:
         )
     if not reason:
         return f"{path} cannot be read as tensors: it is damaged."
-    # torch adds advice over many lines, some of it to switch the safe reader off.
+    # torch adds many lines of advice, some of it to disable the safe reader.
     return f"{path} cannot be read as tensors: {reason.splitlines()[0][:200]}."

@@ -1,11 +1,11 @@
 """Quantised weights of a Hugging Face folder, read as bfloat16, each tensor once.
 
     fp8      weight [R, C] float8 E4M3, scale of its block, row or all: bfloat16(float32(weight) · scale). A scale that
-             is not float32 multiplies in its own dtype, as compressed-tensors does.
+             is not float32 multiplies in its own dtype, as in compressed-tensors.
     mxfp4    blocks [E, R, G, 16] of two E2M1 numbers a byte, scales [E, R, G]: number · 2^(scale − 127), the low half
-             of a byte first; groups of 32 numbers lie along a row, and transformers' unpacked files are [E, G·32, R]
+             of a byte first; groups of 32 numbers are along a row, and transformers' unpacked files are [E, G·32, R]
 
-Beside the stored tensor and the result memory holds some rows in float32.
+Besides the stored tensor and the result, memory holds some rows in float32.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
 
 
 class DequantizedFolder(WeightsFolder):
-    """A folder whose quantised tensors look like those of bfloat16. CheckpointError for one without its scale."""
+    """Folder that presents quantised tensors as bfloat16. Raise CheckpointError if one has no scale."""
 
     def __init__(self, disk: WeightsFolder, scheme: Quantization) -> None:
-        """``disk`` is the folder as it is stored."""
+        """Wrap ``disk``, the folder as stored."""
         self.folder, self._disk, self._scheme = disk.folder, disk, scheme
         stored = {name for name in disk.names() if not name.endswith(_ACTIVATIONS)}
-        # Names as an unquantised folder has them: whoever reads this one asks for no scale.
+        # Names as in an unquantised folder: readers of this one never ask for scales.
         if scheme.kind == "mxfp4":
             self._scale_of = _packed(disk, stored)
             self._names_read = stored - {name + end for name in self._scale_of for end in (_BLOCKS, _SCALES)}
@@ -46,7 +46,7 @@ class DequantizedFolder(WeightsFolder):
         return self._disk.files()
 
     def names(self) -> set[str]:
-        """Every tensor, without scales."""
+        """Return the names of all tensors, without scales."""
         return set(self._names_read)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -67,13 +67,13 @@ class DequantizedFolder(WeightsFolder):
         return self._disk.stored_dtype(name)
 
     def read_stored(self, name: str) -> Tensor:
-        """The tensor, dequantised too, or of any other dtype."""
+        """Return the tensor, dequantised if needed, in any dtype."""
         if name in self._scale_of:
             return self.read(name)
         return self._disk.read_stored(name)
 
     def read(self, name: str) -> Tensor:
-        """The tensor, dequantised if it is stored so."""
+        """Return the tensor, dequantised if it is stored quantised."""
         scale = self._scale_of.get(name)
         if scale is None:
             return self._disk.read(name)
@@ -83,9 +83,9 @@ class DequantizedFolder(WeightsFolder):
 
 
 def _scaled(disk: WeightsFolder, names: set[str], scheme: Quantization) -> dict[str, str]:
-    """Return the scale of each float8 tensor; each scale has one, of the shape that the scheme says."""
+    """Return the scale of each float8 tensor, checked for the shape that the scheme requires."""
     found, missing, wrong = {}, [], []
-    # Which weights are quantised is said by the files: configs name modules that are not, by patterns of their own.
+    # The files tell which weights are quantised: configs name the modules that are not, with their own patterns.
     for name in sorted(names):
         if disk.stored_dtype(name) != torch.float8_e4m3fn:
             continue
@@ -108,7 +108,7 @@ def _scaled(disk: WeightsFolder, names: set[str], scheme: Quantization) -> dict[
 
 
 def _scale_shapes(shape: tuple[int, ...], block: tuple[int, int] | None) -> set[tuple[int, ...]]:
-    """Return the shapes that scales of a weight may have."""
+    """Return the valid shapes for scales of a weight."""
     rows, columns = shape[0], shape[-1]
     if block is None:
         return {(), (1,), (rows,), (rows, 1)}
@@ -118,7 +118,7 @@ def _scale_shapes(shape: tuple[int, ...], block: tuple[int, int] | None) -> set[
 def _from_fp8(stored_RC: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
     rows, columns = stored_RC.shape
     out_RC = torch.empty(rows, columns, dtype=torch.bfloat16)
-    # Whole blocks of rows, so that each scale is repeated once.
+    # Full blocks of rows, so that each scale is repeated once.
     step = max(1, _ROWS // columns)
     if block is not None:
         step = block[0] * max(1, step // block[0])
@@ -131,7 +131,7 @@ def _from_fp8(stored_RC: Tensor, scale: Tensor, block: tuple[int, int] | None) -
 
 
 def _factors(scale: Tensor, part: slice, rows: int, columns: int, block: tuple[int, int] | None) -> Tensor:
-    """Return what multiplies some rows."""
+    """Return the factors for some rows."""
     if block is not None:
         of_blocks = scale[part.start // block[0] : -(-part.stop // block[0])]
         of_rows = of_blocks.repeat_interleave(block[0], 0)[: part.stop - part.start]
@@ -142,7 +142,7 @@ def _factors(scale: Tensor, part: slice, rows: int, columns: int, block: tuple[i
 
 
 def _packed(disk: WeightsFolder, names: set[str]) -> dict[str, str]:
-    """Return the scales of each weight that is packed."""
+    """Return the scales of each packed weight."""
     found = {}
     for name in sorted(names):
         if not name.endswith(_BLOCKS):

@@ -1,4 +1,4 @@
-"""The weights of a model of several parts, under the names that they have without the other parts."""
+"""Weights of a model of several parts, under the names of a standalone text model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from longctx.families.wrapped import Wrapper
 
 
 class RenamedFolder(WeightsFolder):
-    """A folder whose text model looks as if it were alone; tensors of other parts keep their names."""
+    """Folder that presents its text model as a standalone one; tensors of other parts keep their names."""
 
     def __init__(self, disk: WeightsFolder, wrapper: Wrapper) -> None:
-        """``disk`` is the folder as it is stored."""
+        """Wrap ``disk``, the folder as stored."""
         self.folder, self._disk = disk.folder, disk
-        # Folders of one type differ in their names, by who wrote them; one folder has one way.
+        # Folders of one type differ in their names, depending on the writer; each folder uses one naming.
         self.naming = wrapper.naming_of(disk.names())
         self._stored = {self.naming.plain(name): name for name in disk.names()}
 
@@ -23,7 +23,7 @@ class RenamedFolder(WeightsFolder):
         return self._disk.files()
 
     def names(self) -> set[str]:
-        """Every tensor, by its name beside a text model alone."""
+        """Return the name of every tensor next to a standalone text model."""
         return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""NVIDIA's RULER: the texts and answers of its thirteen tasks, drawn and fitted as its scripts do it.
+"""NVIDIA's RULER: texts and answers of its thirteen tasks, drawn and fitted as in its scripts.
 
-Each module below says which script it follows. ``tasks.py`` makes tasks of them.
+Each module below names the script that it follows. ``tasks.py`` makes tasks of them.
 """

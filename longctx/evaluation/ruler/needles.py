@@ -1,4 +1,4 @@
-"""RULER's eight needle tasks, as ``niah.py`` of NVIDIA's scripts makes them."""
+"""RULER's eight needle tasks, as in ``niah.py`` of NVIDIA's scripts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Needles:
     num_queries: int = 1
 
     def texts(self, budget: Budget, seed: int, haystack: Haystack | None) -> Iterator[Text]:
-        """Yield prompt after prompt. DataError once an essay would have to repeat the haystack."""
+        """Yield prompts. Raise DataError if an essay would have to repeat the haystack."""
         draw = partial(self._draw, Random(seed), seed, haystack)
         step = 25
         if self.haystack == "essay":
@@ -40,7 +40,7 @@ class Needles:
         elif budget.is_short:
             step = 5
         units = units_by_estimate(draw, budget, step=step)
-        # NVIDIA's script repeats its essays there, which makes another text of it without a word.
+        # NVIDIA's script silently repeats its essays then, which gives a different text.
         if haystack is not None and self.haystack == "essay" and units > haystack.num_words:
             filled = budget.tokens(draw(haystack.num_words).prompt) + budget.answer_tokens + budget.reserved
             raise haystack.too_short(budget.task, budget.length, filled=filled)
@@ -55,7 +55,7 @@ class Needles:
             keys.append(_value(random, self.keys))
             values.append([_value(random, self.values) for _ in range(self.num_values)])
         sentences = [self._needle(key, value) for key, own in zip(keys, values, strict=True) for value in own]
-        # The script shuffles by the seed anew each time: needles stand in the same order in all samples.
+        # The script shuffles with the same seed each time: needles have the same order in all samples.
         Random(seed).shuffle(sentences)
         if self.haystack == "essay":
             assert haystack is not None
@@ -77,7 +77,7 @@ class Needles:
             lines = [self._needle(_value(random, kinds[0]), _value(random, kinds[1])) for _ in range(units)]
         if units < len(needles):
             raise RedrawError
-        # From the last line on, so that earlier numbers of lines stay what they are.
+        # From the last line on, so that the line numbers before it stay valid.
         for at, needle in zip(sorted(random.sample(range(units), len(needles)), reverse=True), needles, strict=True):
             lines.insert(at, needle)
         return "\n".join(lines)
@@ -88,7 +88,7 @@ class Needles:
             query = f"{', '.join(keys[:-1])}, and {keys[-1]}"
         template, kind = NIAH.text, self.values
         if self.num_queries * self.num_values == 1:
-            # One after the other, as the script does: each replaces what the one before has left.
+            # One after the other, as in the script: each works on the result of the one before.
             for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
                 template = template.replace(plural, singular)
             kind = kind.removesuffix("s")
@@ -105,7 +105,7 @@ def _value(random: Random, kind: str) -> str:
 
 def _essay(random: Random, haystack: Haystack, needles: list[str], units: int) -> str:
     """Return the first ``units`` words of the haystack, with needles between its sentences."""
-    # The search may try more words than there are. No sample has them.
+    # The search may try more words than there are. No sample contains them.
     words = haystack.words * -(-units // haystack.num_words)
     sentences = haystack.split(" ".join(words[:units]))
     points = sorted(int(len(sentences) * (depth / 100)) for depth in random.sample(DEPTHS, len(needles)))

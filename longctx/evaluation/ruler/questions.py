@@ -1,4 +1,4 @@
-"""Question answering among documents, as ``qa.py`` of NVIDIA's scripts makes it, from a file that the user supplies."""
+"""Question answering among documents, as in ``qa.py`` of NVIDIA's scripts, from a file that the user supplies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEP = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question, its answers, and the numbers of the documents that belong to it."""
+    """Question, its answers, and the numbers of the documents that belong to it."""
 
     text: str
     answers: list[str]
@@ -40,10 +40,10 @@ class QuestionFile:
     questions: list[Question]
 
     def texts(self, budget: Budget, seed: int) -> Iterator[Text]:
-        """Yield a prompt for each question. DataError where the file is too short for the length."""
+        """Yield a prompt for each question. Raise DataError if the file is too short for the length."""
         random = Random(seed)
         units = units_by_estimate(partial(self._draw, random, seed, 0), budget, step=STEP)
-        # The script repeats documents there, the answer's among them.
+        # The script repeats documents then, including those with the answer.
         if units >= len(self.documents):
             raise DataError(
                 f"length={budget.length}: all {len(self.documents)} documents of {self.path} fit into a prompt of task "
@@ -53,13 +53,13 @@ class QuestionFile:
             yield draw_fitting(partial(self._draw, random, seed, number), budget, units=units, step=STEP)
 
     def _draw(self, random: Random, seed: int, number: int, size: int) -> Text:
-        """Question ``number`` among ``size`` documents."""
+        """Return question ``number`` among ``size`` documents."""
         question = self.questions[number]
         own, related = question.documents, question.related
         if size < len(self.documents):
             chosen = self._chosen(random, own, related, size)
         else:
-            # The search may try more documents than there are. No sample has them.
+            # The search may try more documents than there are. No sample contains them.
             chosen = (list(range(len(self.documents))) * (size // len(self.documents) + 1))[:size]
         documents = [self.documents[at] for at in chosen]
         Random(seed).shuffle(documents)
@@ -68,14 +68,14 @@ class QuestionFile:
         return Text(prompt=prompt, answers=question.answers)
 
     def _chosen(self, random: Random, own: list[int], related: list[int], size: int) -> list[int]:
-        """The question's documents, then related ones, then any others."""
+        """Return the question's documents, then related ones, then any others."""
         missing = size - len(own)
         if missing <= len(related):
-            # The script's draw fails there, and it takes the next one with the same number.
+            # The script's draw fails then, and it repeats the draw for the same number.
             if missing < 0:
                 raise RedrawError
             return own + random.sample(related, missing)
-        # A set: the script looks each document up in a list, which is slow for many.
+        # A set: the script searches a list for each document, which is slow for many.
         known = set(own).union(related)
         others = [at for at in range(len(self.documents)) if at not in known]
         return own + related + random.sample(others, max(0, missing - len(related)))
@@ -94,7 +94,7 @@ def read_hotpotqa(path: Path | None) -> QuestionFile:
 def _read(
     task: str, path: Path | None, parse: Callable[[Any], tuple[list[str], list[Question]]], wanted: str
 ) -> QuestionFile:
-    """Return the file as ``parse`` understands it; ConfigError if none is named, DataError if it is another one."""
+    """Return the file parsed by ``parse``; raise ConfigError if no path is given, DataError if parsing fails."""
     if path is None:
         raise ConfigError(
             f"task {task} asks questions about documents that come with no package. Give the file {wanted}, or leave "
@@ -110,7 +110,7 @@ def _read(
 
 
 def _parse_squad(content: Any) -> tuple[list[str], list[Question]]:
-    """Each paragraph is a document; the other paragraphs of its article are related."""
+    """Parse SQuAD: each paragraph is a document; the other paragraphs of its article are related."""
     articles = [article["paragraphs"] for article in content["data"]]
     documents = sorted({paragraph["context"] for article in articles for paragraph in article})
     numbers = {text: number for number, text in enumerate(documents)}
@@ -127,7 +127,7 @@ def _parse_squad(content: Any) -> tuple[list[str], list[Question]]:
 
 
 def _parse_hotpotqa(content: Any) -> tuple[list[str], list[Question]]:
-    """Each title with its sentences is a document."""
+    """Parse HotpotQA: each title with its sentences is a document."""
     documents = sorted({_titled(pair) for item in content for pair in item["context"]})
     numbers = {text: number for number, text in enumerate(documents)}
     questions = [

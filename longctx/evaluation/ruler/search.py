@@ -1,7 +1,7 @@
-"""How RULER's scripts fit a prompt to a length: a bisection, then fewer units for each sample that is too long.
+"""Fitting of prompts to a length as in RULER's scripts: a bisection, then fewer units for samples too long.
 
-The order of all draws is theirs, since each draw moves the random numbers on. Theirs never end where the shortest
-prompt does not fit; these raise an error.
+The order of all draws matches theirs, since each draw advances the random numbers. Their scripts never end if the
+shortest prompt does not fit; these functions raise an error.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ DRAWS = 100
 
 
 class RedrawError(Exception):
-    """A draw that NVIDIA's scripts throw away, and draw again."""
+    """Signal for a draw that NVIDIA's scripts discard and repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A prompt and its answers."""
+    """Prompt and its answers."""
 
     prompt: str
     answers: list[str]
@@ -37,7 +37,7 @@ Draw = Callable[[int], Text]
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Tokens of a prompt and its answer, as the scripts count them."""
+    """Token budget of a prompt and its answer, counted as in the scripts."""
 
     task: str
     tokenizer: Tokenizer
@@ -48,30 +48,30 @@ class Budget:
 
     @cached_property
     def reserved(self) -> int:
-        """Ids before and behind every prompt, which they do not count. Their ``--model_template_token``."""
+        """Number of ids before and after every prompt, not counted by the scripts. Their ``--model_template_token``."""
         return len(self.tokenizer.encode_prompt(""))
 
     @property
     def total(self) -> int:
-        """What prompt and answer may take."""
+        """Tokens available for prompt and answer."""
         return self.length - self.reserved
 
     @property
     def is_short(self) -> bool:
-        """Whether the scripts take their smaller steps and lists."""
+        """True if the scripts use their smaller steps and lists."""
         return self.length < 4096
 
     def tokens(self, text: str) -> int:
-        """Tokens of a text without the id that begins a document."""
+        """Return the number of tokens in a text, without the id that begins a document."""
         return len(self.tokenizer.encode(text))
 
     def too_small(self, tokens: int) -> ConfigError:
-        """The error of a shortest prompt with so many tokens."""
+        """Return the error for a shortest prompt with ``tokens`` tokens."""
         return too_short(self.task, self.length, prompt=tokens + self.reserved, answer=self.answer_tokens)
 
 
 def bisect_units(draw: Draw, budget: Budget, *, step: int, most: int, extra_tokens: int = 0) -> int:
-    """The number of units that NVIDIA's bisection between ``step`` and ``most`` finds; ``step`` where none fits."""
+    """Return the number of units found by NVIDIA's bisection between ``step`` and ``most``; ``step`` if none fits."""
     low, high = step, max(most, 2 * step)
     found = step
     while low <= high:
@@ -85,18 +85,18 @@ def bisect_units(draw: Draw, budget: Budget, *, step: int, most: int, extra_toke
 
 
 def units_by_estimate(draw: Draw, budget: Budget, *, step: int, extra_tokens: int = 0) -> int:
-    """The bisection up to three times the size that one draw of ``step`` units lets expect."""
+    """Return the result of a bisection up to three times the size estimated from one draw of ``step`` units."""
     tokens_per_unit = budget.tokens(_drawn(draw, step).prompt) / step
     most = int((budget.total / tokens_per_unit) * 3)
     return bisect_units(draw, budget, step=step, most=most, extra_tokens=extra_tokens)
 
 
 def draw_fitting(draw: Draw, budget: Budget, *, units: int, step: int) -> Text:
-    """The next draw that fits: ``units`` at first, ``step`` fewer after each that does not."""
+    """Return the next draw that fits: ``units`` at first, ``step`` fewer after each that does not."""
     shortest: int | None = None
     left = DRAWS
     while left:
-        # Above the smallest size each draw is smaller than the one before: that ends by itself.
+        # Above the smallest size, each draw is smaller than the one before, so the loop ends.
         if units <= step:
             left -= 1
         try:
@@ -114,7 +114,7 @@ def draw_fitting(draw: Draw, budget: Budget, *, units: int, step: int) -> Text:
 
 
 def _drawn(draw: Draw, units: int) -> Text:
-    """The next draw that is not thrown away. NVIDIA's scripts end with an error at one that is."""
+    """Return the next draw that is not discarded. NVIDIA's scripts end with an error at a discarded one here."""
     while True:
         with contextlib.suppress(RedrawError):
             return draw(units)

@@ -20,7 +20,7 @@ NOISE, KEYS, TEXT = "a repeated line", "other needles", "the haystack"
 
 @dataclass(frozen=True, kw_only=True)
 class RulerTask(Task):
-    """A task of NVIDIA's: samples are drawn one after the other from one seed, so each needs all before it."""
+    """Task of NVIDIA's RULER: samples are drawn in sequence from one seed, so each depends on all before it."""
 
     texts: Callable[[Budget, Setting], Iterator[Text]]
     rule: Score = contains_all
@@ -39,17 +39,17 @@ class RulerTask(Task):
             text = next(texts, None)
             if text is None:
                 raise DataError(f"task {self.name} has {index} questions in its file. Ask for so many samples at most.")
-            # All before it must be drawn: they move the random numbers on.
+            # Earlier samples must be drawn too: they advance the random numbers.
             if index >= start:
                 yield self._sample(budget, index, text)
 
     def score(self, output: str, sample: Sample) -> float:
-        """NVIDIA's score of an output, of the text as its scripts clean it."""
+        """Return NVIDIA's score of an output, after cleaning the text as in its scripts."""
         return super().score(clean_output(output), sample)
 
     def _sample(self, budget: Budget, index: int, text: Text) -> Sample:
         answers = text.answers
-        # Of several answers that all count, as in QA, one is written.
+        # If any of several answers counts, as in QA, only one is written.
         if self.rule is contains_any:
             answers = answers[:1]
         target = self.join(answers)
@@ -71,7 +71,7 @@ class RulerTask(Task):
 
 
 def _needle_task(name: str, measures: str, needles: Needles) -> RulerTask:
-    """One of the eight needle tasks."""
+    """Return one of the eight needle tasks."""
     return RulerTask(
         name=f"ruler_niah_{name}",
         measures=measures,

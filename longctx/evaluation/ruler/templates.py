@@ -1,6 +1,6 @@
-"""The prompt templates of NVIDIA's RULER, word for word, so that prompts are the same.
+"""Prompt templates of NVIDIA's RULER, word for word, so that prompts are equal.
 
-The texts are data of https://github.com/NVIDIA/RULER, ``scripts/data/synthetic/constants.py`` and the scripts beside
+The texts are data of https://github.com/NVIDIA/RULER, ``scripts/data/synthetic/constants.py`` and the scripts next to
 it, Copyright (c) 2024, NVIDIA CORPORATION, licensed under the Apache License, Version 2.0.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A prompt's text with fields in braces."""
+    """Text of a prompt with fields in braces."""
 
     text: str
     answer_tokens: int

@@ -1,4 +1,4 @@
-"""Variable tracking, as ``variable_tracking.py`` of NVIDIA's scripts makes it: one chain of five, in noise."""
+"""Variable tracking, as in ``variable_tracking.py`` of NVIDIA's scripts: one chain of five, in noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXAMPLE_VALUE = "12345"
 
 
 def texts(budget: Budget, seed: int) -> Iterator[Text]:
-    """Yield prompt after prompt: a worked example with fresh names, then the text."""
+    """Yield prompts: a worked example with new names, then the text."""
     random = _Numbers(seed)
     example = _worked_example(budget, random)
     step = 10
@@ -42,7 +42,7 @@ def texts(budget: Budget, seed: int) -> Iterator[Text]:
 
 
 class _Numbers:
-    """The two generators of the script: names are drawn from the one, values from the other."""
+    """Two random generators of the script: one for names, one for values."""
 
     def __init__(self, seed: int) -> None:
         self.names = Random(seed)
@@ -56,18 +56,18 @@ class _Numbers:
 
 
 def _worked_example(budget: Budget, random: _Numbers) -> str:
-    """The prompt and answer of a text with short names, as long as fits into ``EXAMPLE_LENGTH``."""
+    """Return prompt and answer of a text with short names, as long as fits into ``EXAMPLE_LENGTH``."""
 
     def draw(units: int) -> Text:
         return _draw(random, units, names_of=3)
 
-    # The script fits its example as a prompt that leaves nothing for an answer.
+    # The script fits its example as a prompt without room for an answer.
     small = replace(budget, length=EXAMPLE_LENGTH, answer_tokens=0)
     units = units_by_estimate(draw, small, step=5)
     try:
         text = draw_fitting(draw, small, units=units, step=5)
     except ConfigError as error:
-        # No length of the prompt helps here: the example's length is fixed in the script.
+        # No prompt length helps here: the example's length is fixed in the script.
         raise ConfigError(
             f"task {budget.task}: RULER's worked example has {EXAMPLE_LENGTH} tokens at most, and with tokenizer "
             f"{budget.tokenizer.path} the shortest one has more. Its pieces are too small: leave the task out."
@@ -76,13 +76,13 @@ def _worked_example(budget: Budget, random: _Numbers) -> str:
 
 
 def _draw(random: _Numbers, units: int, *, names_of: int) -> Text:
-    """A chain of assignments among ``units`` lines of noise. The worked example has names of three letters."""
+    """Return a chain of assignments among ``units`` lines of noise. The worked example has names of three letters."""
     names = [random.name(names_of) for _ in range(HOPS + 1)]
     while len(set(names)) < HOPS + 1:
         names.append(random.name(names_of))
     value = _EXAMPLE_VALUE
     if names_of == 5:
-        # The script draws a value for each chain that it begins, also for one that it cannot end.
+        # The script draws a value for each chain that it begins, even for one that it cannot complete.
         values = [random.value() for _ in range(0, len(names), HOPS + 1)]
         value = values[0]
     if len(names) > HOPS + 1 or units < HOPS + 1:
@@ -99,7 +99,7 @@ def _draw(random: _Numbers, units: int, *, names_of: int) -> Text:
 
 
 def _renamed(example: str, random: _Numbers) -> str:
-    """The worked example with other names and another value."""
+    """Return the worked example with other names and another value."""
     for name in example.strip().split()[-HOPS - 1 :]:
         example = example.replace(name, random.name(len(name)))
     return example.replace(_EXAMPLE_VALUE, random.value())

@@ -1,4 +1,4 @@
-"""RULER's words: those of the package wonderwords, and adjective-noun pairs of them."""
+"""Words for RULER: those of the package wonderwords, and adjective-noun pairs of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ VERSION = "3.0.1"
 
 
 def read_words(name: str) -> list[str]:
-    """The lines of one of the package's lists, such as ``nounlist.txt``; ConfigError without the package."""
+    """Return the lines of a word list of the package, such as ``nounlist.txt``; raise ConfigError without it."""
     try:
         installed = version("wonderwords")
     except PackageNotFoundError:
         installed = "none"
-    # With other words every score would be another measure under the same name.
+    # With other words, every score would be a different measure under the same name.
     if installed != VERSION:
         raise ConfigError(
             f"RULER's words are those of wonderwords {VERSION}; installed is {installed}. "
@@ -33,21 +33,21 @@ def read_words(name: str) -> list[str]:
 
 @cache
 def adjective_nouns() -> JoinedWords:
-    """Every adjective with every noun: six million keys of needles."""
+    """Return every adjective with every noun: six million keys for needles."""
     return JoinedWords(read_words("adjectivelist.txt"), read_words("nounlist.txt"))
 
 
 @cache
 def all_words() -> tuple[str, ...]:
-    """All nouns, adjectives and verbs, each once, sorted."""
+    """Return all nouns, adjectives and verbs, each once, sorted."""
     return tuple(sorted(set(read_words("nounlist.txt") + read_words("adjectivelist.txt") + read_words("verblist.txt"))))
 
 
 class JoinedWords:
-    """``sorted({f"{first}-{second}" …})`` without the list, which takes half a gigabyte and ten seconds.
+    """Sequence ``sorted({f"{first}-{second}" …})`` without the list, which takes half a gigabyte and ten seconds.
 
-    First words sort by themselves unless one, with its hyphen, begins another (``well`` and ``well-known``): the pairs
-    of such a group are listed and sorted.
+    First words sort separately unless one, with its hyphen, is a prefix of another (``well`` and ``well-known``): the
+    pairs of such a group are listed and sorted.
     """
 
     def __init__(self, firsts: Sequence[str], seconds: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ class JoinedWords:
         """A first word that stands alone, or the sorted pairs of several that begin one another."""
         for group in _grouped_by_beginning(sorted(f"{first}-" for first in set(firsts))):
             if len(group) == 1:
-                # Its pairs lie side by side in the order of the second words.
+                # Its pairs are contiguous, in the order of the second words.
                 self._groups.append(group[0])
             else:
                 self._groups.append(sorted({first + second for first in group for second in self._seconds}))
@@ -82,7 +82,7 @@ class JoinedWords:
 
 
 def _grouped_by_beginning(beginnings: list[str]) -> list[list[str]]:
-    """The sorted texts in groups, of which the first text begins all others."""
+    """Return the sorted texts in groups, each with its first text as a prefix of all others."""
     groups: list[list[str]] = []
     for text in beginnings:
         if groups and text.startswith(groups[-1][0]):

@@ -1,4 +1,4 @@
-"""Common and frequent words, as ``common_words_extraction.py`` and ``freq_words_extraction.py`` make them."""
+"""Common and frequent words, as in NVIDIA's ``common_words_extraction.py`` and ``freq_words_extraction.py``."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NOISE = "..."
 
 
 def common_words(budget: Budget, seed: int, english_words: Path | None) -> Iterator[Text]:
-    """Yield prompt after prompt: a worked example, then a list in which ten words stand more often than the others."""
+    """Yield prompts: a worked example, then a list in which ten words occur more often than the others."""
     words = list(all_words())
     Random(seed).shuffle(words)
     random = Random(seed)
 
     def draw_list(count: int, often: int, seldom: int) -> tuple[str, list[str]]:
-        """A list of so many words, the first ten so often and the others so often; and the ten."""
+        """Return a list of ``count`` words, the first ten ``often`` and the rest ``seldom`` times; and the ten."""
         # The first ten of a random sample are as random as any ten.
         chosen = random.sample(_enough_words(words, count, budget, english_words), count)
         common, others = chosen[:NUM_COMMON], chosen[NUM_COMMON:]
@@ -58,12 +58,12 @@ def common_words(budget: Budget, seed: int, english_words: Path | None) -> Itera
 
 
 def frequent_words(budget: Budget, seed: int) -> Iterator[Text]:
-    """Yield prompt after prompt: coded words whose frequencies fall with the square of their rank."""
+    """Yield prompts: coded words with frequencies that fall with the square of their rank."""
     most = budget.total - budget.answer_tokens
     step = most // 32
     random = Random(seed)
     fixed = budget.tokens(FREQUENT_WORDS.text.format(context=""))
-    # Below that the script would take words away for ever.
+    # Below that, the script would never stop removing words.
     if fixed > most or step < 1:
         raise budget.too_small(max(fixed, 32))
     words = most // _LETTERS
@@ -81,7 +81,7 @@ def frequent_words(budget: Budget, seed: int) -> Iterator[Text]:
 
 
 def numbered(words: Sequence[str]) -> list[str]:
-    """The words with their numbers, from 1."""
+    """Return the words with their numbers, from 1."""
     return [f"{number}. {word}" for number, word in enumerate(words, start=1)]
 
 
@@ -90,7 +90,7 @@ def _common_prompt(context: str) -> str:
 
 
 def _enough_words(words: list[str], count: int, budget: Budget, english_words: Path | None) -> list[str]:
-    """Return the words of wonderwords, or NVIDIA's larger list where those are too few."""
+    """Return the words of wonderwords, or NVIDIA's larger list if those are too few."""
     if count <= len(words):
         return words
     if english_words is None:
@@ -103,7 +103,7 @@ def _enough_words(words: list[str], count: int, budget: Budget, english_words: P
 
 
 def _read_english_words(path: Path, count: int) -> list[str]:
-    """The words of NVIDIA's file: the values of a JSON object."""
+    """Return the words of NVIDIA's file: the values of a JSON object."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
@@ -116,7 +116,7 @@ def _read_english_words(path: Path, count: int) -> list[str]:
 def _coded_text(
     random: Random, vocabulary_size: int, seed: int, budget: Budget
 ) -> tuple[Callable[[int], str], list[str]]:
-    """A function from a number of words to the prompt, and the three most frequent words but the noise."""
+    """Return a function from a number of words to the prompt, and the three most frequent words besides the noise."""
     drawn: dict[str, None] = {}
     count = 0
     while count < vocabulary_size or len(drawn) < vocabulary_size:
@@ -132,7 +132,7 @@ def _coded_text(
 
     def text_of(num_words: int) -> str:
         counts = (num_words * (ranks**-_ALPHA) / _ZETA).astype(int)
-        # Rare words round to none: the text may hold fewer kinds than the vocabulary.
+        # The counts of rare words round to zero: the text may contain fewer distinct words than the vocabulary.
         words = [word for word, times in zip(vocabulary, counts, strict=True) for _ in range(times)]
         Random(seed).shuffle(words)
         return FREQUENT_WORDS.text.format(context=" ".join(words))

@@ -1,1 +1,1 @@
-"""Our own tasks, a module each: what a prompt says, and what is right after it."""
+"""Our own tasks, one module each: the text of a prompt, and its correct answer."""

@@ -1,4 +1,4 @@
-"""The copy probe: a sequence of nonsense words, and the beginning of a part of it that is to be continued."""
+"""Copy probe: a sequence of nonsense words, followed by the beginning of one part of it, to be continued."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ SMALLEST = CUE + COPIED
 
 
 def build_copy(request: Request) -> Draft:
-    """``units`` words; the part to copy begins at the asked depth. No word stands twice, so the cue is certain."""
+    """Build a sequence of ``units`` words; the part to copy begins at the requested depth.
+
+    No word occurs twice, so the cue is unambiguous.
+    """
     # Distinct words, or the cue would have two continuations.
     words = distinct(request.random, partial(nonsense, syllables=4), request.units)
-    # The cue and what follows it lie within the sequence at any depth.
+    # The cue and its continuation are within the sequence at any depth.
     at = round(request.depth * (len(words) - CUE - COPIED))
     cue = " ".join(words[at : at + CUE])
     copied = " ".join(words[at + CUE : at + CUE + COPIED])

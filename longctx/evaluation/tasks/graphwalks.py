@@ -1,6 +1,6 @@
-"""GraphWalks' form: questions about a directed graph that is given as a list of edges in random order.
+"""GraphWalks-style questions about a directed graph, given as a list of edges in random order.
 
-The templates are ours; OpenAI's data set of that name is another one, and numbers of the two do not compare.
+The templates are ours; OpenAI's data set of that name is different, and scores of the two are not comparable.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PARENTS = "Which nodes have an edge that leads to {node}?"
 
 
 def build_bfs(request: Request) -> Draft:
-    """The nodes whose shortest path from a node has ``WALK`` edges. ``units`` is the number of nodes."""
+    """Build a question for the nodes with a shortest path of ``WALK`` edges from a node. ``units`` counts nodes."""
     graph, edges = _random_graph(request.random, request.units)
     # The first node in random order is a random node.
     start = next((node for node in graph if frontier(graph, node, WALK)), None)
-    # A small graph may hold no such path from any node; two steps then lead somewhere, or one does.
+    # A small graph may have no such path from any node; then two steps lead somewhere, or one does.
     steps = WALK
     while start is None:
         steps -= 1
@@ -45,7 +45,7 @@ def build_bfs(request: Request) -> Draft:
 
 
 def build_parents(request: Request) -> Draft:
-    """The nodes with an edge to a node that has at least one, and at most ``MOST_ANSWERS``."""
+    """Build a question for the nodes with an edge to a node that has at least one, and at most ``MOST_ANSWERS``."""
     graph, edges = _random_graph(request.random, request.units)
     wanted = next(node for node in graph if 0 < len(parents(graph, node)) <= MOST_ANSWERS)
     a, b, c, d = _EXAMPLE_NODES
@@ -54,7 +54,7 @@ def build_parents(request: Request) -> Draft:
 
 
 def frontier(graph: Graph, start: str, steps: int) -> list[str]:
-    """The nodes at a distance of exactly ``steps`` from ``start``, sorted."""
+    """Return the nodes at a distance of exactly ``steps`` from ``start``, sorted."""
     seen = {start}
     current = {start}
     for _ in range(steps):
@@ -64,12 +64,12 @@ def frontier(graph: Graph, start: str, steps: int) -> list[str]:
 
 
 def parents(graph: Graph, node: str) -> list[str]:
-    """The nodes with an edge to ``node``, sorted."""
+    """Return the nodes with an edge to ``node``, sorted."""
     return sorted(parent for parent, children in graph.items() if node in children)
 
 
 def _random_graph(random: Random, num_nodes: int) -> tuple[Graph, list[tuple[str, str]]]:
-    """A graph in which each node has ``OUT_DEGREE`` edges to others, and its edges in random order."""
+    """Return a graph in which each node has ``OUT_DEGREE`` edges to others, and its edges in random order."""
     # Six digits name sixteen million nodes, more than any prompt holds.
     nodes = [f"{number:06x}" for number in random.sample(range(1 << 24), num_nodes)]
     graph: Graph = {}
@@ -78,7 +78,7 @@ def _random_graph(random: Random, num_nodes: int) -> tuple[Graph, list[tuple[str
         others = [(at + 1 + step) % num_nodes for step in random.sample(range(num_nodes - 1), OUT_DEGREE)]
         graph[node] = [nodes[other] for other in others]
     edges = [(node, child) for node, children in graph.items() for child in children]
-    # In the order of nodes an answer would stand in one line after the other.
+    # In the order of nodes, the parts of an answer would be on adjacent lines.
     random.shuffle(edges)
     return graph, edges
 

@@ -16,7 +16,7 @@ _QUESTION_OF_SEVERAL = "\n\nQuestion: What are all the secret codes of {keys}?\n
 
 @dataclass(frozen=True, kw_only=True)
 class Needles:
-    """Which needles are hidden, and which are asked for."""
+    """Needles that are hidden, and those that are asked for."""
 
     kind: str = "number"
     """What a code is: ``number``, ``word`` or ``uuid``."""
@@ -29,31 +29,31 @@ class Needles:
 
     @property
     def num_answers(self) -> int:
-        """Codes that a right answer names."""
+        """Number of codes in a correct answer."""
         return self.num_values * self.num_queries
 
     def build(self, request: Request) -> Draft:
-        """The prompt: ``units`` words of the haystack with the needles, and the question.
+        """Build the prompt: ``units`` words of the haystack with the needles, and the question.
 
-        A single answer stands at the asked depth. Needles that distract stand anywhere, and so do several answers.
+        A single answer is at the requested depth. Distractor needles are anywhere, and so are several answers.
         """
         random = request.random
         keys = distinct(random, word, self.num_keys)
-        # All that is drawn comes before the window: its length changes no needle.
+        # All draws come before the window: its length changes no needle.
         codes = distinct(random, KINDS[self.kind], self.num_keys * self.num_values)
         pairs = [(keys[at // self.num_values], code) for at, code in enumerate(codes)]
         depths = [random.random() for _ in pairs]
         if self.num_answers == 1:
-            # Several answers cannot all stand at one depth, so those have none in a heat map.
+            # Several answers cannot all be at one depth, so they have none in a heat map.
             depths[0] = request.depth
-        # Another window for each sample: a model's luck with one text counts once.
+        # A different window for each sample, so that a model's luck with one text counts once.
         window = request.text.window(random.randrange(len(request.text.sentences)), request.units)
         needles = [needle_sentence(key, code) for key, code in pairs]
         context, starts = insert_sentences(window, list(zip(depths, needles, strict=True)))
         asked = pairs[: self.num_answers]
         spans: list[tuple[int, int]] = []
         for (_, code), start, needle in zip(asked, starts, needles, strict=False):
-            # From the right: a key of words may hold the code's letters.
+            # From the right: a key of words may contain the code's letters.
             begin = len(INTRODUCTION) + start + needle.rindex(code)
             spans.append((begin, begin + len(code)))
         question = question_of(keys[0])
@@ -69,10 +69,10 @@ class Needles:
 
 
 def needle_sentence(key: str, code: str) -> str:
-    """The sentence that is hidden."""
+    """Return the sentence that is hidden."""
     return _NEEDLE.format(key=key, code=code)
 
 
 def question_of(key: str) -> str:
-    """The question for one code, and the beginning of its answer."""
+    """Return the question for one code, and the beginning of its answer."""
     return _QUESTION.format(key=key)

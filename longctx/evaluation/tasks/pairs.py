@@ -1,4 +1,4 @@
-"""Lists of pairs of which one is asked for: key-value retrieval, a phonebook, associative recall."""
+"""Lists of pairs with a question about one of them: key-value retrieval, a phonebook, associative recall."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longctx.evaluation.values import distinct
 
 @dataclass(frozen=True, kw_only=True)
 class PairList:
-    """How a list of pairs reads. ``units`` is the number of pairs."""
+    """Format of a list of pairs. ``units`` is the number of pairs."""
 
     key: Callable[[Random], str]
     value: Callable[[Random], str]
@@ -26,16 +26,16 @@ class PairList:
     target: str = " {value}"
 
     def build(self, request: Request) -> Draft:
-        """The prompt: the pair that is asked for stands at the asked depth among the others."""
+        """Build the prompt, with the pair in question at the requested depth."""
         keys = distinct(_stream(request.random), self.key, request.units)
         values = distinct(_stream(request.random), self.value, request.units)
-        # The first pair of both streams is the one that is asked for: more pairs leave it as it is.
+        # The first pair of both streams is the one in question: more pairs leave it unchanged.
         at = round(request.depth * (request.units - 1))
         pairs = list(zip(keys[1:], values[1:], strict=True))
         pairs.insert(at, (keys[0], values[0]))
         lines = [self.line.format(key=key, value=value) for key, value in pairs]
         begin = len(self.opening) + sum(len(line) + len(self.separator) for line in lines[:at])
-        # A character that no line has shows where the value begins in one.
+        # A character that occurs in no line marks the beginning of the value.
         begin += self.line.format(key=keys[0], value="\0").index("\0")
         return Draft(
             prompt=self.opening + self.separator.join(lines) + self.question.format(key=keys[0]),
@@ -46,5 +46,5 @@ class PairList:
 
 
 def _stream(random: Random) -> Random:
-    """A generator of its own, so that how much is drawn from it changes nothing else."""
+    """Return a separate generator, so that the number of draws from it changes nothing else."""
     return Random(random.getrandbits(64))

@@ -1,4 +1,4 @@
-"""Passkey retrieval: five digits in a text that says the same few sentences again and again."""
+"""Passkey retrieval: five digits in a text that repeats the same few sentences."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _INTRODUCTION = "One sentence of this text holds a pass key. Find it and remembe
 
 
 def build_passkey(request: Request) -> Draft:
-    """The prompt with ``units`` sentences of filler."""
+    """Build the prompt with ``units`` sentences of filler."""
     key = str(request.random.randint(10_000, 99_999))
-    # Repeated text is easy to tell from the needle: the task is about distance, not about reading.
+    # Repeated text is easy to distinguish from the needle: the task is about distance, not about reading.
     filler = [_FILLER[at % len(_FILLER)] for at in range(request.units)]
     needle = f"The pass key is {key}."
     context, (start,) = insert_sentences(filler, [(request.depth, needle)])

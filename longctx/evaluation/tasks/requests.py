@@ -1,7 +1,7 @@
-"""Recall of a numbered request, in the form of MRCR: a long conversation asks for the same thing several times.
+"""Recall of a numbered request, in the style of MRCR: a long conversation asks for the same thing several times.
 
-At its end the model is to write again what it wrote the n-th time. The templates and texts are ours; OpenAI's data set
-of that name is another one, and numbers of the two do not compare.
+At its end, the model is asked to repeat its n-th answer. The templates and texts are ours; OpenAI's data set of that
+name is different, and scores of the two are not comparable.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _INTRODUCTION = "This is a conversation. Its last request asks for a text that w
 
 
 def build_requests(request: Request) -> Draft:
-    """The conversation with ``units`` turns before the last one."""
+    """Build the conversation with ``units`` turns before the last one."""
     random = request.random
     kind, topic = random.choice(_KINDS), random.choice(NOUNS)
     wanted = random.randrange(COPIES)
     code = nonsense(random, 4)
     copies = sorted((random.random(), _text(random)) for _ in range(COPIES))
-    # A generator of its own: more turns leave code, texts and the asked number as they are.
+    # A separate generator: more turns leave code, texts and the requested number unchanged.
     turns = _other_turns(Random(random.getrandbits(64)), request.units - COPIES, (kind, topic))
     spoken = [_turn(asked, about, text) for asked, about, text in turns]
     begin = 0
     for number, (where, text) in enumerate(copies):
-        # Copies stand in ascending order, so an earlier one never moves behind a later one.
+        # Copies are in ascending order, so an earlier one never moves behind a later one.
         at = number + int(where * (len(turns) + 1))
         spoken.insert(at, _turn(kind, topic, text))
         if number == wanted:
@@ -54,7 +54,7 @@ def build_requests(request: Request) -> Draft:
 
 
 def _other_turns(random: Random, count: int, asked: tuple[str, str]) -> list[tuple[str, str, str]]:
-    """Kind, topic and text of turns that ask for something else."""
+    """Return kind, topic and text of turns with other requests."""
     turns: list[tuple[str, str, str]] = []
     while len(turns) < count:
         kind, topic = random.choice(_KINDS), random.choice(NOUNS)
@@ -69,7 +69,7 @@ def _turn(kind: str, topic: str, text: str) -> str:
 
 
 def _text(random: Random) -> str:
-    """Three sentences."""
+    """Return three sentences."""
     return " ".join(_sentence(random) for _ in range(3))
 
 

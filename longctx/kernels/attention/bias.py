@@ -17,7 +17,7 @@ from longctx.kernels.attention.slices import AttentionSlice
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """The float32 slopes [H] of ALiBi: 2^(−8h/H) for h = 1 … H, if H is a power of two.
+    """Return the float32 slopes [H] of ALiBi: 2^(−8h/H) for h = 1 … H, if H is a power of two.
 
     Other numbers of heads take the slopes of the power of two below, then every second one of the power above, as the
     paper's authors do (arXiv 2108.12409, footnote 6 and code).
@@ -29,12 +29,12 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def soft_cap(scores: Tensor, cap: float) -> Tensor:
-    """cap·tanh(scores / cap)."""
+    """Return cap·tanh(scores / cap)."""
     return torch.tanh(scores / cap) * cap
 
 
 def check_scores(scores: Scores, num_heads: int) -> None:
-    """ConfigError where a rule of the scores does not fit ``num_heads`` query heads or makes no sense."""
+    """Raise ConfigError if a rule of the scores is invalid or does not fit ``num_heads`` query heads."""
     if scores.softcap is not None and not scores.softcap > 0:
         raise ConfigError(f"softcap={scores.softcap} must be above 0; use None for no cap.")
     slopes, bias = scores.alibi_slopes_H, scores.relative_bias
@@ -64,7 +64,7 @@ def _check_buckets(bias: RelativeBias) -> None:
 
 
 def buckets(distances: Tensor, bias: RelativeBias) -> Tensor:
-    """The row of the bias table (int64) for each distance, in tokens; a positive one looks back."""
+    """Return the row of the bias table (int64) for each distance in tokens; a positive distance looks back."""
     num = bias.table_NH.shape[0]
     # the first half of a bidirectional table looks back, the second half ahead
     if bias.bidirectional:
@@ -73,39 +73,39 @@ def buckets(distances: Tensor, bias: RelativeBias) -> Tensor:
     else:
         first, size = torch.zeros_like(distances), distances.clamp(min=0)
     exact = num // 2
-    # float32, as in T5's code: where the logarithm is a whole number, rounding decides the bucket
+    # float32, as in T5's code: if the logarithm is an integer, rounding decides the bucket
     ratio = torch.log(size.clamp(min=1).float() / exact) / math.log(bias.max_distance / exact)
     shared = (exact + (ratio * (num - exact)).long()).clamp(max=num - 1)
     return first + torch.where(size < exact, size, shared)
 
 
 def distance_bias(scores: Scores, distances: Tensor) -> Tensor:
-    """What is added to the scores of each head, [H, *distances.shape] in float64, for ``needs_distances`` scores."""
+    """Return the bias of each head's scores, [H, *distances.shape] in float64, for ``needs_distances`` scores."""
     total = torch.zeros((), dtype=torch.float64, device=distances.device)
     along = (-1,) + (1,) * distances.ndim  # heads first
     if scores.alibi_slopes_H is not None:
         total = total - scores.alibi_slopes_H.to(distances.device, torch.float64).view(along) * distances.abs()
     if scores.relative_bias is not None:
         bias = scores.relative_bias
-        # in float64, for the biases of a distance are few and serve a whole diagonal of scores
+        # in float64: there are few biases, and each serves a full diagonal of scores
         rows = bias.table_NH.double()[buckets(distances, bias)]
         total = total + rows.movedim(-1, 0)
     return total
 
 
 def tile_distances(attn_slice: AttentionSlice, q: slice, k: slice, device: torch.device) -> Tensor:
-    """The n = R + S − 1 distances that a tile of R rows and S keys has, in tokens, farthest back first."""
+    """Return the n = R + S − 1 distances, in tokens, in a tile of R rows and S keys, farthest back first."""
     apart_n = torch.arange(q.stop - 1 - k.start, q.start - k.stop, -1, device=device)
     return attn_slice.step * apart_n + attn_slice.offset
 
 
 def spread(values_Hn: Tensor, keys: int) -> Tensor:
-    """[H, R, S] from one value for each of the tile's distances: what is worked out once need not be for each score."""
+    """Expand one value per distance of the tile to [H, R, S], so that it is not computed again for each score."""
     return values_Hn.unfold(-1, keys, 1).flip(-2)
 
 
 def gather_diagonals(values_HRS: Tensor) -> Tensor:
-    """[H, n] in float64: sums over the scores of equal distance; the transpose of ``spread``."""
+    """Return the sums [H, n] in float64 over scores of equal distance; the transpose of ``spread``."""
     H, rows, keys = values_HRS.shape
     n = rows + keys - 1
     # row i begins at column R − 1 − i, which is n − 1 elements after row i − 1: equal distances stand in one column
@@ -115,6 +115,9 @@ def gather_diagonals(values_HRS: Tensor) -> Tensor:
 
 
 def table_gradient(dvalues_Hn: Tensor, distances_n: Tensor, bias: RelativeBias) -> Tensor:
-    """The table's gradient [N, H] from that of ``distance_bias``; as a product: atomic sums differ from run to run."""
+    """Return the table's gradient [N, H] from that of ``distance_bias``.
+
+    It is computed as a matrix product because atomic sums differ from run to run.
+    """
     named_Nn = functional.one_hot(buckets(distances_n, bias), bias.table_NH.shape[0]).T.to(dvalues_Hn.dtype)
     return named_Nn @ dvalues_Hn.T

@@ -1,6 +1,6 @@
 """Attention in plain PyTorch, tile by tile: any device, any floating-point dtype, every rule of ``Scores``.
 
-What exists at once beside inputs and results is a few tensors of B·H·512·512 elements at most, whatever the lengths.
+Besides inputs and results it allocates only a few tensors of at most B·H·512·512 elements, whatever the lengths.
 float64 inputs are computed in float64, all others in float32.
 
 Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, G = H / K query heads that share one, D and V
@@ -37,7 +37,7 @@ _LEAST = -60.0
 
 
 class BlockwiseKernel:
-    """The kernel that always can: softmax attention from matrix products, S×S never formed."""
+    """The most general kernel: softmax attention from matrix products, without forming the S×S scores."""
 
     name = "blockwise"
 
@@ -81,7 +81,7 @@ class BlockwiseKernel:
         check_scores(scores, q_BtHD.shape[2])
         partial, K = accumulate_dtype(q_BtHD.dtype), k_BsKD.shape[2]
         dq, dk, dv = (torch.zeros_like(x, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
-        # float64: one entry sums the gradients of a whole diagonal of scores
+        # float64: one entry sums the gradients of a full diagonal of scores
         dtable = scores.table_gradient(torch.float64)
         power_BtH, lse_BtH = _centred(lse_BtH, partial)
         for attn_slice in table_slices(slices):
@@ -104,7 +104,7 @@ class BlockwiseKernel:
 
 
 class _Work(NamedTuple):
-    """One tile, and what its scores depend on."""
+    """One tile and the values that its scores depend on."""
 
     attn_slice: AttentionSlice
     q: slice
@@ -113,7 +113,7 @@ class _Work(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What backward needs of a block's query rows, [B, K, G, R, …] each."""
+    """Tensors of a block's query rows that backward needs, [B, K, G, R, …] each."""
 
     q: Tensor
     dout: Tensor
@@ -123,18 +123,18 @@ class _Rows(NamedTuple):
 
 
 def _query_rows(x_BtHX: Tensor, rows: slice, num_kv_heads: int) -> Tensor:
-    """[B, K, G, R, X] in the dtype of computation: heads that share keys side by side."""
+    """Return [B, K, G, R, X] in the compute dtype, with heads that share keys next to each other."""
     x = x_BtHX[:, rows].to(accumulate_dtype(x_BtHX.dtype))
     return x.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def _as_rows(x_BKGRX: Tensor) -> Tensor:
-    """The inverse of ``_query_rows``."""
+    """Invert ``_query_rows``."""
     return x_BKGRX.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _key_rows(x_BsKX: Tensor, keys: slice) -> Tensor:
-    """[B, K, S, X] in the dtype of computation."""
+    """Return [B, K, S, X] in the compute dtype."""
     return x_BsKX[:, keys].to(accumulate_dtype(x_BsKX.dtype)).transpose(1, 2)
 
 
@@ -147,7 +147,7 @@ def _centred(lse_BtH: Tensor, partial: torch.dtype) -> tuple[Tensor, Tensor]:
 def _attend(
     q: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, attn_slice: AttentionSlice, block: RowBlock, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, K, G, R, V] and float64 log-sum-exp [B, K, G, R] of one block of rows."""
+    """Return the output [B, K, G, R, V] and float64 log-sum-exp [B, K, G, R] of one block of rows."""
     out: Tensor | None = None
     lse: Tensor | None = None
     for tile in block.tiles:
@@ -170,7 +170,7 @@ def _attend(
 
 
 def _capped_products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
-    """Scaled dot products [B, K, G, R, S] after the soft cap."""
+    """Return the scaled dot products [B, K, G, R, S] after the soft cap."""
     values = (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4]).mul_(scores.scale)
     if scores.softcap is not None:
         values = soft_cap(values, scores.softcap)
@@ -196,25 +196,28 @@ def _add_bias_and_mask_(values: Tensor, work: _Work) -> Tensor:
 
 
 def _exp_(exponents: Tensor) -> Tensor:
-    """exp in place, and exactly 0 below e^−60: a fraction of a row that no sum notices.
+    """Exponentiate in place, with exactly 0 below e^−60, which is too small to change any row's sum.
 
-    Processors take a hundred times as long over numbers near float32's smallest, which ALiBi makes by the thousand.
+    Processors are a hundred times slower on numbers near float32's smallest, and ALiBi makes thousands of them.
     """
     weights = exponents.clamp_(min=_LEAST).exp_()
-    # whatever was clamped, −inf of the mask too, is e^−60 now, and just below the threshold
+    # every clamped value, including the mask's −inf, is e^−60 now, just below the threshold
     return functional.threshold(weights, 1.001 * math.exp(_LEAST), 0.0, inplace=True)
 
 
 def _tile_gradients(
     rows: _Rows, k_BsKD: Tensor, v_BsKV: Tensor, work: _Work, dq: Tensor, dtable_NH: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients [B, K, S, …] of the tile's keys and values; adds those of queries and bias table to the last two."""
-    # recompute the tile's weights p = exp(score − lse): their sum over all keys, on whatever ranks, is 1
+    """Return gradients [B, K, S, …] of the tile's keys and values.
+
+    Those of the queries and of the bias table are added to ``dq`` and ``dtable_NH``.
+    """
+    # recompute the tile's weights p = exp(score − lse): their sum over all keys, on all ranks, is 1
     k, v = _key_rows(k_BsKD, work.tile.k), _key_rows(v_BsKV, work.tile.k)
     products, cap = _capped_products(rows.q, k, work.scores), work.scores.softcap
     slope: Tensor | None = None
     if cap is not None:
-        # the derivative of cap · tanh(x / cap) is 1 − tanh²; taken now, for the scores overwrite the products
+        # the derivative of cap · tanh(x / cap) is 1 − tanh²; taken now, because the scores overwrite the products
         slope = (products / cap).square_().neg_().add_(1)
     weights = _exp_(_add_bias_and_mask_(products, work).sub_(rows.lse))
 

@@ -1,4 +1,4 @@
-"""What an attention kernel on one device promises, and the words it is asked in.
+"""Contract of an attention kernel on one device: its requests, inputs and results.
 
 Axes: B batch, t query rows and s key rows on this device, H query heads, K key/value heads, D query/key head size,
 V value head size, N buckets of a bias table.
@@ -36,7 +36,7 @@ class RelativeBias:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scores:
-    """How a query and a key become a score: ``cap·tanh(q·k·scale / cap) − slope·|distance| + bias(distance)``.
+    """Rules of the score of a query and a key: ``cap·tanh(q·k·scale / cap) − slope·|distance| + bias(distance)``.
 
     The soft cap comes first and the biases after it, as in flash-attn. Distances are in tokens.
     """
@@ -52,23 +52,23 @@ class Scores:
 
     @property
     def needs_distances(self) -> bool:
-        """Whether scores depend on where the two tokens stand."""
+        """True if scores depend on the positions of the two tokens."""
         return self.alibi_slopes_H is not None or self.relative_bias is not None
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """The rules beyond the scaled dot product, keys of ``RULES``."""
+        """Rules beyond the scaled dot product, keys of ``RULES``."""
         values = (self.softcap, self.alibi_slopes_H, self.relative_bias)
         return tuple(rule for rule, value in zip(RULES, values, strict=True) if value is not None)
 
     def table_gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """Zeros to add the gradient of the bias table to; None without one."""
+        """Return zeros to add the gradient of the bias table to, or None without a table."""
         if self.relative_bias is None:
             return None
         return torch.zeros_like(self.relative_bias.table_NH, dtype=dtype)
 
     def of_heads(self, start: int, stop: int) -> Scores:
-        """The scores of query heads [start, stop) alone."""
+        """Return the scores of query heads [start, stop) only."""
         slopes, bias = self.alibi_slopes_H, self.relative_bias
         if slopes is not None:
             slopes = slopes[start:stop]
@@ -79,7 +79,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class KernelRequest:
-    """What is asked of a kernel, before any tensor exists."""
+    """Properties of a call that a kernel must support, known before any tensor exists."""
 
     device_type: str
     dtype: torch.dtype
@@ -128,19 +128,19 @@ class AttentionKernel(Protocol):
     ``slices`` is a table (``slices.slice_table``). Several slices may name the same query row, over disjoint keys; the
     kernel merges them. Results are *partial results*: owned by the caller and in ``accumulate_dtype`` (float32; float64
     for float64 inputs), so that they can be merged across hops without rounding. Log-sum-exps are float64: over 8192
-    keys one is about 9, where float32 is 5e-7 coarse, and every gradient of the row inherits that error.
+    keys one is about 9, float32 rounds that to 5e-7, and every gradient of the row inherits the error.
     """
 
     name: str
 
     def supports(self, request: KernelRequest) -> str | None:
-        """None when the kernel can serve the request, else the reason why not."""
+        """Return None if the kernel can serve the request, else the reason why not."""
         ...
 
     def forward(
         self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """Output [B, t, H, V] and natural log-sum-exp [B, t, H] (float64); 0 and −inf on rows without a key."""
+        """Return output [B, t, H, V] and natural log-sum-exp [B, t, H] (float64); 0 and −inf on rows without a key."""
         ...
 
     def backward(
@@ -155,9 +155,9 @@ class AttentionKernel(Protocol):
         *,
         scores: Scores,
     ) -> Gradients:
-        """Gradients of these slices alone, given the *global* output and log-sum-exp of every query row.
+        """Return the gradients of these slices alone, given the *global* output and log-sum-exp of every query row.
 
-        Summed over all keys a query meets, on whatever ranks, they are the exact gradient. ``lse`` may be larger than
+        Summed over all keys that a query meets, on all ranks, they are the exact gradient. ``lse`` may be larger than
         the keys' own (a learnable sink takes a share), and is −inf on rows that meet no key anywhere.
         """
         ...

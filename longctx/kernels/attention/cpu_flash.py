@@ -1,19 +1,19 @@
 """PyTorch's CPU flash attention behind our kernel contract.
 
-Traps of the ATen op that stay in here: its causal mask is aligned top-left whatever the two lengths are; rows without
-a key come back as out = 0 *and lse = 0* (so no such row is ever passed in); its log-sum-exp has the strides of
+Quirks of the ATen op that this file hides: its causal mask is aligned top-left whatever the two lengths are; rows
+without a key come back as out = 0 *and lse = 0* (so no such row is ever passed in); its log-sum-exp has the strides of
 [B, S, H] under the shape [B, H, S]; its outputs are in the input's dtype; keys and values must have one head size; it
 has no window, only an additive mask. Grouped-query attention is native.
 
-Work is cut into tiles, whose inputs are converted and whose results are merged one by one, so that no whole tensor
-is copied:
+Work is cut into tiles. Their inputs are converted and their results merged one by one, so that no full tensor is
+copied:
 
 * float32: log-sum-exps of tiles are merged in float64 (each tile's is rounded on its own, so the errors average out),
   and backward works near exponent 0, where float32 is finest (``tiles.centred``). Gradients are more exact than the
   op's own, for a few per cent of its time.
 * bfloat16 and float16 are computed in float32, unless the processor has bfloat16 instructions (elsewhere the op is two
-  to five times slower in bfloat16) or the kernel is asked for the native way. There, every tile's gradients are rounded
-  to bfloat16 and summed in float32, a query head at a time: the op itself adds up in bfloat16.
+  to five times slower in bfloat16) or ``compute="native"`` is set. In native computation every tile's gradients are
+  rounded to bfloat16 and summed in float32, a query head at a time: the op itself adds up in bfloat16.
 
 Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size.
 """
@@ -58,10 +58,10 @@ _WHOLE = 1 << 30
 
 
 class CpuFlashKernel:
-    """The fast kernel on CPUs; docs/parallel.md holds a ring of it against ``scaled_dot_product_attention``.
+    """The fast kernel on CPUs; docs/parallel.md compares a ring of it with ``scaled_dot_product_attention``.
 
-    ``compute`` says in what bfloat16 and float16 inputs are multiplied: ``"float32"``, ``"native"`` (as they are), or
-    ``"auto"``: bfloat16 as ``fastest_products`` says, float16 in float32.
+    ``compute`` is the dtype in which bfloat16 and float16 inputs are multiplied: ``"float32"``, ``"native"`` (their
+    own), or ``"auto"``: bfloat16 as ``fastest_products`` says, float16 in float32.
     """
 
     def __init__(self, compute: str = "auto") -> None:
@@ -84,7 +84,7 @@ class CpuFlashKernel:
         self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         op = self._op(q_BtHD, v_BsKV, scores)
-        # where results are rounded to bfloat16, merging tiles would round once a tile: the op takes whole rows
+        # if results are rounded to bfloat16, merging tiles would round once per tile, so the op takes full rows
         size = _TILE
         if op.rounds:
             size = _WHOLE
@@ -119,9 +119,9 @@ class CpuFlashKernel:
         scores: Scores,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Partial output [N, 1, H, V] of one query a sequence over all of its keys, and over the sinks.
+        """Return the partial output [N, 1, H, V] of one query per sequence over all of its keys and the sinks.
 
-        ``bias_N11s`` is −inf where a row is not the sequence's; it must be finite all the same.
+        ``bias_N11s`` is −inf for rows of the buffer that are not the sequence's; these must be finite all the same.
         """
         N, _, H, D = q_N1HD.shape
         V, op = v_NsKV.shape[3], self._op(q_N1HD, v_NsKV, scores)
@@ -164,7 +164,7 @@ class CpuFlashKernel:
         size = _TILE
         if op.dtype == q_BtHD.dtype == partial:  # nothing is converted
             size = _GRADIENT_TILE
-        elif op.dtype == q_BtHD.dtype:  # as they are; results alone are converted
+        elif op.dtype == q_BtHD.dtype:  # native; only results are converted
             size = _NATIVE_GRADIENT_TILE
         for block in _blocks(slices, size):
             for h, g in op.head_groups(block, q_BtHD.shape[2], k_BsKD.shape[2]):
@@ -191,7 +191,7 @@ def _blocks(slices: Tensor, size: int) -> Iterator[RowBlock]:
 
 @once_per_table
 def _whole_block(slices: Tensor, size: int, num_rows: int) -> RowBlock | None:
-    """The block that alone holds all query rows, as in decoding; None where rows lie in several."""
+    """Return the one block that holds all query rows, as in decoding; None if the rows are in several blocks."""
     parts = table_slices(slices)
     if len(parts) != 1:
         return None
@@ -203,7 +203,7 @@ def _whole_block(slices: Tensor, size: int, num_rows: int) -> RowBlock | None:
 
 @lru_cache(maxsize=16)
 def _compute_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
-    """What inputs of ``dtype`` are multiplied in; says once why."""
+    """Return the dtype in which inputs of ``dtype`` are multiplied; log the reason once."""
     if dtype in (torch.float32, torch.float64):
         return dtype
     if compute == "auto":
@@ -222,7 +222,7 @@ def _compute_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
 
 
 class _Rows(NamedTuple):
-    """What backward needs of a block's query rows."""
+    """Tensors of a block's query rows that backward needs."""
 
     dout_BrHV: Tensor
     q_BrHD: Tensor
@@ -233,7 +233,7 @@ class _Rows(NamedTuple):
 
 
 class _Op(NamedTuple):
-    """The op with its traps: takes and returns [B, rows, heads, size], whatever it wants itself."""
+    """Wrapper of the ATen op that takes and returns [B, rows, heads, size], whatever layout the op itself needs."""
 
     dtype: torch.dtype
     """What it multiplies in."""
@@ -243,13 +243,13 @@ class _Op(NamedTuple):
 
     @property
     def rounds(self) -> bool:
-        """Whether its results are coarser than partial results are meant to be."""
+        """True if its results are less precise than partial results should be."""
         return self.dtype not in (torch.float32, torch.float64)
 
     def head_groups(self, block: RowBlock, num_heads: int, num_kv_heads: int) -> Iterator[tuple[slice, slice]]:
-        """Query heads and the key heads they share that one backward call takes: the op runs a thread for each head."""
+        """Yield the query heads, and the key heads they share, of each backward call; the op runs a thread per head."""
         shared = num_heads // num_kv_heads
-        # key heads whose query rows have so many elements, but enough of them for every thread to have a query head
+        # limit the elements of a call's query rows, but take enough key heads for every thread to have a query head
         most = _ELEMENTS // ((block.q.stop - block.q.start) * max(self.sizes))
         together = max(most // shared, -(-torch.get_num_threads() // shared), 1)
         for g in range(0, num_kv_heads, together):
@@ -257,7 +257,7 @@ class _Op(NamedTuple):
             yield slice(g * shared, stop * shared), slice(g, stop)
 
     def attend(self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock) -> tuple[Tensor, Tensor]:
-        """Output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H] of one block of rows."""
+        """Return output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H] of one block of rows."""
         meeting = block.q.stop - block.q.start
         q = self.take(q_BtHD, meeting, block.q)
         out: Tensor | None = None
@@ -280,7 +280,7 @@ class _Op(NamedTuple):
     def gradients(
         self, rows: _Rows, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock
     ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        """Each tile of the block with its gradients of queries, keys and values, partial results all."""
+        """Yield each tile of the block with its gradients of queries, keys and values, all of them partial results."""
         meeting = block.q.stop - block.q.start
         dout, q, out = (self.take(x, meeting) for x in (rows.dout_BrHV, rows.q_BrHD, rows.out_BrHV))
         lse, num_kv_heads = rows.lse_BrH.transpose(1, 2), k_BsKD.shape[2]
@@ -303,9 +303,9 @@ class _Op(NamedTuple):
             yield tile, dq, dk, dv
 
     def take(self, x_BsHX: Tensor, meeting: int, rows: slice = slice(None)) -> Tensor:
-        """Rows of a tensor as the op wants them: [B, H, rows, size], the smaller head size padded with zeros.
+        """Return rows of a tensor in the op's layout: [B, H, rows, size], the smaller head size padded with zeros.
 
-        Where ``meeting``, the number of query rows, is large, in one piece of memory, a head after another: on strided
+        If ``meeting``, the number of query rows, is large, they are contiguous, one head after another: on strided
         rows the op takes 4 to 9 % longer. For few query rows, as in decoding, the copy would take longer than that.
         """
         layout = torch.preserve_format
@@ -314,7 +314,7 @@ class _Op(NamedTuple):
         return self.fit(x_BsHX[:, rows].transpose(1, 2), layout)
 
     def fit(self, x_BHsX: Tensor, layout: torch.memory_format = torch.preserve_format) -> Tensor:
-        """A tensor in the op's dtype and with the larger of the two head sizes."""
+        """Convert a tensor to the op's dtype and pad it to the larger of the two head sizes."""
         missing = max(self.sizes) - x_BHsX.shape[-1]
         if missing:
             x_BHsX = functional.pad(x_BHsX, (0, missing))
@@ -325,11 +325,11 @@ class _Op(NamedTuple):
         return x_BHsX
 
     def give(self, x: Tensor, size: int) -> Tensor:
-        """A partial result [B, rows, H, size] from what the op returned."""
+        """Convert an output of the op to a partial result [B, rows, H, size]."""
         return x.transpose(1, 2)[..., :size].to(accumulate_dtype(x.dtype))
 
     def _mask(self, block: RowBlock, tile: Tile) -> Tensor | None:
-        """The additive mask of a tile that is neither whole nor causal from its corner on."""
+        """Return the additive mask of a tile, or None if the tile is full or causal from its corner on."""
         if _is_causal(tile) or tile.lo is tile.hi is None:
             return None
         return _band_mask(block.q.stop - block.q.start, tile.k.stop - tile.k.start, tile.lo, tile.hi, self.dtype)
@@ -340,9 +340,12 @@ def _is_causal(tile: Tile) -> bool:
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # training may find what generation left
+@torch.inference_mode(False)  # training may find a mask that generation cached
 def _band_mask(rows: int, keys: int, lo: int | None, hi: int | None, dtype: torch.dtype) -> Tensor:
-    """0 where lo ≤ i − j ≤ hi, −inf elsewhere, [rows, keys]: at most 2^20 elements, and the same for most blocks."""
+    """Return a mask [rows, keys], 0 if lo ≤ i − j ≤ hi, else −inf.
+
+    It has at most 2^20 elements and is the same for most blocks.
+    """
     apart = torch.arange(rows)[:, None] - torch.arange(keys)
     outside = torch.zeros(rows, keys, dtype=torch.bool)
     if lo is not None:

@@ -1,7 +1,7 @@
 """The kernels as PyTorch operators: ``longctx::attention_forward`` and ``longctx::attention_backward``.
 
-A trace without data asks of an operator no more than the shapes of its results. Operators take plain values: the
-slices as their table, the kernel by name and the scores field by field.
+A trace without data needs only the shapes of an operator's results. Operators take plain values: the slices as their
+table, the kernel by name and the scores field by field.
 
 Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size,
 N buckets of a bias table.
@@ -33,9 +33,9 @@ _library.define(
 def forward(
     kernel: str, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """What the ``forward`` of the kernel of that name returns, through the operator.
+    """Call the ``forward`` of the kernel of that name, through the operator.
 
-    Autograd sees nothing of this: call it inside an ``autograd.Function``.
+    Autograd does not record this: call it inside an ``autograd.Function``.
     """
     options = _plain(slices, kernel, scores)
     return torch.ops.longctx.attention_forward.default(q_BtHD, k_BsKD, v_BsKV, *options)
@@ -53,7 +53,7 @@ def backward(
     *,
     scores: Scores,
 ) -> Gradients:
-    """What the ``backward`` of the kernel of that name returns, through the operator."""
+    """Call the ``backward`` of the kernel of that name, through the operator."""
     options = _plain(slices, kernel, scores)
     dq, dk, dv, dtable = torch.ops.longctx.attention_backward.default(
         dout_BtHV, q_BtHD, k_BsKD, v_BsKV, out_BtHV, lse_BtH, *options
@@ -65,7 +65,7 @@ def backward(
 
 
 def _plain(slices: Tensor, kernel: str, scores: Scores) -> tuple:
-    """The arguments that follow the operators' tensors."""
+    """Return the arguments that follow the operators' tensors."""
     table_NH, max_distance, bidirectional = None, 0, False
     bias = scores.relative_bias
     if bias is not None:
@@ -82,7 +82,7 @@ def _scores(
     max_distance: int,
     bidirectional: bool,
 ) -> Scores:
-    """The inverse of ``_plain``, but for slices and kernel."""
+    """Invert ``_plain``, except for slices and kernel."""
     bias = None
     if table_NH is not None:
         bias = RelativeBias(table_NH, max_distance, bidirectional)

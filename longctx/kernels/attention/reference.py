@@ -1,4 +1,4 @@
-"""Attention by definition, in float64: slow, any device, any band, any score. The measure for every other kernel."""
+"""Attention by definition, in float64: slow, any device, any band, any score. The reference for all other kernels."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ReferenceKernel:
 
 
 def _float64_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, H, rows, D] in float64, key heads repeated for the query heads that share them."""
+    """Return [B, H, rows, D] in float64, with key heads repeated for the query heads that share them."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -100,7 +100,7 @@ def _row_blocks(slices: Tensor) -> Iterator[AttentionSlice]:
 
 
 def _apart(attn_slice: AttentionSlice, device: torch.device) -> Tensor:
-    """i − j of every query row and key row of the slice."""
+    """Return i − j of every query row and key row of the slice."""
     i = torch.arange(attn_slice.q_start, attn_slice.q_stop, device=device)[:, None]
     return i - torch.arange(attn_slice.k_start, attn_slice.k_stop, device=device)
 
@@ -110,7 +110,7 @@ def _distances(attn_slice: AttentionSlice, device: torch.device) -> Tensor:
 
 
 def _products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
-    """Scaled dot products after the soft cap."""
+    """Return the scaled dot products after the soft cap."""
     products = q @ k.mT * scores.scale
     if scores.softcap is not None:
         products = soft_cap(products, scores.softcap)
@@ -118,7 +118,7 @@ def _products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
 
 
 def _scores(products: Tensor, attn_slice: AttentionSlice, scores: Scores) -> Tensor:
-    """The products with their biases, −inf outside the slice's band."""
+    """Add biases to the products, and set −inf outside the slice's band."""
     if scores.needs_distances:
         products = products + distance_bias(scores, _distances(attn_slice, products.device))
     apart = _apart(attn_slice, products.device)
@@ -130,7 +130,7 @@ def _scores(products: Tensor, attn_slice: AttentionSlice, scores: Scores) -> Ten
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores − lse), and 0 on rows that see no key."""
-    # there −inf − (−inf) is no number
+    """Return exp(scores − lse), and 0 on rows that see no key."""
+    # there −inf − (−inf) is NaN
     lse = lse.unsqueeze(-1)
     return torch.exp(scores - lse).masked_fill(lse == -torch.inf, 0.0)

@@ -1,4 +1,4 @@
-"""Choosing a kernel by what it supports."""
+"""Choice of a kernel that supports a request."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _KERNELS: tuple[AttentionKernel, ...] = (
     FlashKernel(FLASH4),
     FlashKernel(FLASH2, deterministic=True),
     FlashKernel(FLASH4, deterministic=True),
-    FlashKernel(CUDA_FLASH),  # where no flash-attn is installed
-    CudnnKernel(),  # never by ``auto``, since the one before it serves all that it serves; cudnn.py says why
+    FlashKernel(CUDA_FLASH),  # if no flash-attn is installed
+    CudnnKernel(),  # never by ``auto``, since the kernel before it serves the same requests; cudnn.py says why
     FlexKernel(),  # the only one on CUDA with biases
     CpuFlashKernel(),
     BlockwiseKernel(),  # any device and any score
@@ -53,7 +53,7 @@ _FIRST_ON: Mapping[int, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Which kernel serves a request, why this one, and what to install for a faster one."""
+    """Kernel that serves a request, the reason for this choice, and advice on how to install a faster one."""
 
     kernel: AttentionKernel
     reason: str
@@ -63,7 +63,7 @@ class KernelChoice:
 
     @property
     def name(self) -> str:
-        """The kernel's name."""
+        """Name of the kernel."""
         return self.kernel.name
 
     def __str__(self) -> str:
@@ -73,16 +73,16 @@ class KernelChoice:
 
 
 def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
-    """The kernel called ``name``, or with ``"auto"`` the first that supports the request; says once which and why.
+    """Return the kernel called ``name``, or with ``"auto"`` the first that supports the request; log the choice once.
 
-    ConfigError when the name is unknown or the named kernel cannot serve the request.
+    Raise ConfigError if the name is unknown or the named kernel cannot serve the request.
     """
     return explain_choice(name, request).kernel
 
 
 @lru_cache(maxsize=64)
 def explain_choice(name: str, request: KernelRequest) -> KernelChoice:
-    """What ``choose_kernel`` returns, with the reason and what to install for a faster kernel. Logged once."""
+    """Return the kernel of ``choose_kernel`` with the reason and advice on a faster one; log the choice once."""
     if name == "auto":
         choice = _first_that_serves(request)
     elif name in KERNELS:
@@ -97,22 +97,25 @@ def explain_choice(name: str, request: KernelRequest) -> KernelChoice:
 
 
 def order_of_auto(generation: int | None) -> list[AttentionKernel]:
-    """Every kernel in the order in which ``auto`` asks them on devices of this generation (None: no CUDA device)."""
+    """Return all kernels in the order in which ``auto`` tries them on this generation (None: no CUDA device)."""
     first = _FIRST_ON.get(generation or 0, ())
-    # the deterministic ones are slower: ``auto`` reaches them only where the request refuses the others
+    # the deterministic ones are slower: ``auto`` reaches them only if the request refuses the others
     names = list(first) + [f"{name}_deterministic" for name in first] + list(KERNELS)
     return [KERNELS[name] for name in dict.fromkeys(names) if name in KERNELS]
 
 
 def _multiplying(name: str, request: KernelRequest) -> AttentionKernel:
-    """The kernel of this name that multiplies bfloat16 as the request says, where it has more than one way."""
+    """Return the variant of this kernel that multiplies bfloat16 as the request says, or the kernel if it has none."""
     if request.dtype == torch.bfloat16 and f"{name}_{request.products}" in KERNELS:
         return KERNELS[f"{name}_{request.products}"]
     return KERNELS[name]
 
 
 def _first_that_serves(request: KernelRequest) -> KernelChoice:
-    """The first kernel in the order of ``auto``. ConfigError, a line a reason, when none serves the request."""
+    """Return the first kernel in the order of ``auto`` that serves the request.
+
+    Raise ConfigError if there is none, with one line per reason.
+    """
     refusals: dict[str, str] = {}
     for kernel in order_of_auto(device_generation()):
         refusal = kernel.supports(request)
@@ -125,7 +128,7 @@ def _first_that_serves(request: KernelRequest) -> KernelChoice:
 
 
 def device_generation() -> int | None:
-    """The major compute capability of the CUDA device, as the kernels see it; None without one."""
+    """Return the major compute capability of the CUDA device, as the kernels see it; None without a device."""
     for kernel in KERNELS.values():
         if isinstance(kernel, VarlenKernel):
             capability = kernel.device_capability()
@@ -135,7 +138,7 @@ def device_generation() -> int | None:
 
 
 def _advice(request: KernelRequest, passed_over: list[AttentionKernel]) -> str | None:
-    """What installs those of the kernels passed over that only a missing library kept from serving the request."""
+    """Return how to install the skipped kernels that only lack their library to serve the request, or None."""
     commands = []
     for kernel in passed_over:
         if not isinstance(kernel, FlashKernel) or kernel.unsuited(request) is not None:
@@ -148,7 +151,7 @@ def _advice(request: KernelRequest, passed_over: list[AttentionKernel]) -> str |
 
 
 def _passed_over(refusals: dict[str, str]) -> str:
-    """Why kernels that would have been preferred were not taken, each reason once."""
+    """Return why kernels that would have been preferred were not taken, each reason once."""
     kernels_by_reason: dict[str, list[str]] = {}
     for name, refusal in refusals.items():
         kernels_by_reason.setdefault(refusal, []).append(name)

@@ -1,5 +1,5 @@
 """Learnable attention sinks (GPT-OSS): a logit for every head that takes a share of each query's softmax and adds
-nothing. A correction after all keys were merged, so every kernel, and any number of ranks, can have them.
+nothing. They are a correction after all keys were merged, so they work with every kernel and any number of ranks.
 
 Axes: B batch, t query rows, H query heads, V value head size.
 """
@@ -13,10 +13,10 @@ from longctx.kernels.dtypes import accumulate_dtype
 
 
 def apply_sinks(out_BtHV: Tensor, lse_BtH: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (in its dtype) and float64 log-sum-exp once the sinks have taken their share; both new tensors.
+    """Return output (in its dtype) and float64 log-sum-exp after the sinks have taken their share; both new tensors.
 
-    A kernel's backward gives the exact dq, dk and dv when it is handed these two. A row without a key keeps output 0;
-    its log-sum-exp is the sink's.
+    Given these two, a kernel's backward returns the exact dq, dk and dv. A row without a key keeps output 0; its
+    log-sum-exp is the sink's.
     """
     lse_BtH = lse_BtH.double()
     total_BtH = torch.logaddexp(lse_BtH, sinks_H.double().expand_as(lse_BtH))
@@ -24,7 +24,7 @@ def apply_sinks(out_BtHV: Tensor, lse_BtH: Tensor, sinks_H: Tensor) -> tuple[Ten
 
 
 def sinks_gradient(dout_BtHV: Tensor, out_BtHV: Tensor, lse_BtH: Tensor, sinks_H: Tensor) -> Tensor:
-    """The sinks' gradient [H] from these query rows, in float64, given what ``apply_sinks`` returned.
+    """Return the sinks' gradient [H] from these query rows, in float64, given the results of ``apply_sinks``.
 
     A sink is a key whose value is zero, so d score = p · (dout·0 − dout·out) with p = exp(sink − lse). Summed over the
     ranks that hold the query rows it is the exact gradient.
@@ -36,5 +36,5 @@ def sinks_gradient(dout_BtHV: Tensor, out_BtHV: Tensor, lse_BtH: Tensor, sinks_H
 
 
 def _share(part: Tensor, total: Tensor) -> Tensor:
-    """exp(part − total), and 0 where both are −∞: a row without a key whose sink is switched off. NaN stays NaN."""
+    """Return exp(part − total), and 0 if both are −∞: a row without a key and with its sink off. NaN stays NaN."""
     return torch.exp(part - total.masked_fill(total == -torch.inf, 0.0))

@@ -1,8 +1,8 @@
-"""Attention's work as a table: which query rows meet which key rows, under which band.
+"""Attention's work as a table: the query rows and key rows that meet, and their bands.
 
-A table is an int64 tensor [n, 8] on the CPU, one ``AttentionSlice`` a row, with ``OPEN`` where a band has no bound. It
-is what schedules make, what transports and operators pass on, and what kernels read. Nobody writes into a table once
-it is made, so what follows from one can be remembered for as long as it lives (``once_per_table``).
+A table is an int64 tensor [n, 8] on the CPU, one ``AttentionSlice`` per row, with ``OPEN`` for a missing bound.
+Schedules make it, transports and operators pass it on, and kernels read it. A table is never changed after it is made,
+so results that follow from it can be cached for as long as it lives (``once_per_table``).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 class AttentionSlice(NamedTuple):
-    """Query rows [q_start, q_stop) meet key rows [k_start, k_stop) where ``lo <= i - j <= hi``.
+    """Query rows [q_start, q_stop) that meet key rows [k_start, k_stop) if ``lo <= i - j <= hi``.
 
     i and j are row indices into the tensors handed to the kernel (not offsets within the ranges); ``None`` leaves a
-    side open. Causal attention of a document whose queries and keys lie in the same rows is ``lo=0``; a full rectangle
-    has no bounds. ``step`` and ``offset`` tell how far apart in the document the two tokens are: ``step·(i − j) +
-    offset`` tokens. Only scores that depend on distance (``Scores.needs_distances``) read them.
+    side open. Causal attention of a document with queries and keys in the same rows is ``lo=0``; a full rectangle has
+    no bounds. ``step`` and ``offset`` give the distance of the two tokens in the document: ``step·(i − j) + offset``
+    tokens. Only scores that depend on distance (``Scores.needs_distances``) read them.
     """
 
     q_start: int
@@ -45,7 +45,7 @@ class AttentionSlice(NamedTuple):
     offset: int = 0
 
     def shifted(self, *, queries: int = 0, keys: int = 0) -> AttentionSlice:
-        """The same work with query rows counted ``queries``, key rows ``keys`` further on."""
+        """Return the same work with all query row indices moved by ``queries`` and key row indices by ``keys``."""
         by = queries - keys
         moved = self._replace(
             q_start=self.q_start + queries,
@@ -61,7 +61,7 @@ class AttentionSlice(NamedTuple):
         return moved
 
     def mirrored(self) -> AttentionSlice:
-        """The same pairs with queries and keys exchanged."""
+        """Return the same pairs with queries and keys exchanged."""
         lo, hi = self.hi, self.lo
         if lo is not None:
             lo = -lo
@@ -73,12 +73,12 @@ class AttentionSlice(NamedTuple):
 
 
 def slice_table(slices: Iterable[AttentionSlice]) -> Tensor:
-    """The table of these slices. Equal slices give the same tensor again, so it knows what follows from it."""
+    """Return the table of these slices. Equal slices give the same tensor again, and so share cached results."""
     return _table_of(tuple(slices))
 
 
-@lru_cache(maxsize=16)  # the masks of a few batches; what follows from a table may take memory on the device
-@torch.inference_mode(False)  # training may find what generation left
+@lru_cache(maxsize=16)  # the masks of a few batches; results cached for a table may take memory on the device
+@torch.inference_mode(False)  # training may find a table that generation cached
 def _table_of(slices: tuple[AttentionSlice, ...]) -> Tensor:
     rows = []
     for s in slices:
@@ -92,9 +92,9 @@ def _table_of(slices: tuple[AttentionSlice, ...]) -> Tensor:
 
 
 def once_per_table(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
-    """The function of a table, which computes its result once and remembers it until the table is freed.
+    """Decorate a function of a table to compute its result once and cache it until the table is freed.
 
-    A lookup takes 3 µs however long the table is; to hash or to compare a table of 2000 slices takes 30 times that.
+    A lookup takes 3 µs however long the table is; hashing or comparing a table of 2000 slices takes 30 times that.
     Other arguments must be hashable.
     """
     # weak and by identity: equal tables that were made twice have results twice, and a freed table frees its results
@@ -115,7 +115,7 @@ def once_per_table(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Co
 
 @once_per_table
 def table_slices(table: Tensor) -> tuple[AttentionSlice, ...]:
-    """The rows of a table, to read one by one."""
+    """Return the rows of a table as slices."""
     slices = []
     for q_start, q_stop, k_start, k_stop, lo, hi, step, offset in table.tolist():
         attn_slice = AttentionSlice(q_start, q_stop, k_start, k_stop, lo, hi, step, offset)
@@ -128,8 +128,8 @@ def table_slices(table: Tensor) -> tuple[AttentionSlice, ...]:
 
 
 def shifted(table: Tensor, *, queries: int = 0, keys: int = 0) -> Tensor:
-    """The same work with query rows counted ``queries``, key rows ``keys`` further on; a new table."""
-    by = queries - keys  # what is added to every i − j
+    """Return a new table with all query row indices moved by ``queries`` and key row indices by ``keys``."""
+    by = queries - keys  # the change of every i − j
     moved = table.numpy().copy()
     moved[:, Q_START:K_START] += queries
     moved[:, K_START:LO] += keys

@@ -1,4 +1,4 @@
-"""What kernels made of tiles share: how a slice is cut, and where exponents are exact.
+"""Helpers of tiled kernels: cutting a slice into tiles, and centring exponents where float32 is exact.
 
 Axes: B batch, t query rows, H query heads, V value head size.
 """
@@ -21,7 +21,7 @@ _WIDE = 1024
 
 
 class Tile(NamedTuple):
-    """Keys that meet one block of query rows where ``lo <= i − j <= hi``, both counted from the tile's first corner.
+    """Keys that meet one block of query rows if ``lo <= i − j <= hi``, both counted from the tile's first corner.
 
     A bound that cuts nothing off is None, so a tile with ``lo=0`` alone is causal with row 0 aligned to key 0.
     """
@@ -39,7 +39,7 @@ class RowBlock(NamedTuple):
 
 
 def row_blocks(attn_slice: AttentionSlice, *, rows: int, keys: int) -> Iterator[RowBlock]:
-    """The slice cut into blocks of at most ``rows`` query rows and tiles of at most ``keys`` keys.
+    """Yield the slice in blocks of at most ``rows`` query rows and tiles of at most ``keys`` keys.
 
     Rows that see no key are left out. A narrow band (less than 2·1024 or 2·``keys`` tokens) is cut into blocks of about
     a quarter of its width, at least 64 rows, and one tile holds all keys of a block: a mask costs less than merging.
@@ -67,7 +67,7 @@ def row_blocks(attn_slice: AttentionSlice, *, rows: int, keys: int) -> Iterator[
 
 
 def _without_idle_bounds(attn_slice: AttentionSlice) -> AttentionSlice:
-    """The slice without bounds that cut nothing off, so that its tiles need no mask."""
+    """Return the slice without bounds that cut nothing off, so that its tiles need no mask."""
     q_start, q_stop, k_start, k_stop, lo, hi = attn_slice[:6]
     if lo is not None and lo <= q_start - (k_stop - 1):
         lo = None
@@ -77,8 +77,8 @@ def _without_idle_bounds(attn_slice: AttentionSlice) -> AttentionSlice:
 
 
 def _tiles(q: slice, attn_slice: AttentionSlice, keys: int, is_narrow: bool) -> Iterator[Tile]:
-    """The tiles of one block, in the order of their keys: what ``hi`` cuts, what every row sees whole, what ``lo``
-    cuts."""
+    """Yield the tiles of one block in the order of their keys: those that ``hi`` cuts, those that every row sees in
+    full, those that ``lo`` cuts."""
     lo, hi = attn_slice.lo, attn_slice.hi
     # keys that any row of the block sees
     begin, end = attn_slice.k_start, attn_slice.k_stop
@@ -108,7 +108,7 @@ def _tiles(q: slice, attn_slice: AttentionSlice, keys: int, is_narrow: bool) -> 
 
 
 def _masked_tile(q: slice, begin: int, end: int, lo: int | None, hi: int) -> Tile:
-    """The tile with its bounds counted from its own corner; ``lo`` is None where it cuts nothing."""
+    """Return the tile with its bounds counted from its own corner; ``lo`` is None if it cuts nothing."""
     shift = q.start - begin
     if lo is not None:
         if end - 1 <= q.start - lo:
@@ -119,13 +119,13 @@ def _masked_tile(q: slice, begin: int, end: int, lo: int | None, hi: int) -> Til
 
 
 def centred(lse_BtH: Tensor) -> tuple[Tensor, Tensor]:
-    """``power`` and ``lse`` (float32) with ``exp(s − lse_BtH) · dout = exp(s − lse) · (dout · power)`` and lse near 0.
+    """Return ``power`` and ``lse`` (float32), such that lse is near 0.
 
-    Every gradient is linear in that product. ``power`` is a power of two, so scaling by it is exact, and near 0
-    exponents are where float32 has its finest steps: around −9, where they lie over 8192 keys, every gradient of a row
-    would inherit an error of 5e-7.
+    They satisfy ``exp(s − lse_BtH) · dout = exp(s − lse) · (dout · power)``, and every gradient is linear in that
+    product. ``power`` is a power of two, so scaling by it is exact. Exponents near 0 are where float32 has its finest
+    steps: around −9, as over 8192 keys, every gradient of a row would inherit an error of 5e-7.
     """
-    # exp(−lse) = 2^−m · exp(−(lse − m·ln 2)): the whole powers of two go into dout, the rest stays in the exponent
+    # exp(−lse) = 2^−m · exp(−(lse − m·ln 2)): integer powers of two go into dout, the rest stays in the exponent
     m = (lse_BtH / math.log(2)).round_().clamp_(-40, 40)  # 2^-40 keeps dout far from float32's smallest
     power = torch.ldexp(torch.ones_like(m, dtype=torch.float32), -m.int())
     return power, (lse_BtH - m * math.log(2)).float()

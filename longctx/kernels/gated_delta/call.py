@@ -1,4 +1,4 @@
-"""A call of the gated delta rule: its arguments, and what its passes share.
+"""A call of the gated delta rule: its arguments, and the data that its passes share.
 
 Axes: B batch, t tokens, K key heads, G value heads of a key head, H = K·G, D key head size, V value head size, C
 channels of the convolution, R tokens before its own that it reads; s states, W columns of a state.
@@ -30,18 +30,21 @@ BLOCK_CHUNKS = 8
 
 
 class SegmentExchange(Protocol):
-    """Joins the segments of a document over devices. Each method starts at once; its result waits for the others."""
+    """Exchange between the segments of a document on several devices.
+
+    Each method starts at once; the function that it returns waits for the other devices.
+    """
 
     def rows(self, tails_sBRKC: Tensor) -> Callable[[], Tensor]:
         """Return the R tokens before each segment that takes, from the last R of each that gives; 0 for none."""
         ...
 
     def rows_back(self, dbefore_sBRKC: Tensor) -> Callable[[], Tensor]:
-        """Return the gradients of what ``rows`` was given, from those of its result."""
+        """Return the gradients of the argument of ``rows``, from those of its result."""
         ...
 
     def states(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
-        """Return the states [s, B, H, D, V] that enter segments, from U and M beside each other of those that give."""
+        """Return the states [s, B, H, D, V] that enter segments, from the concatenated U and M of those that give."""
         ...
 
     def states_back(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
@@ -50,10 +53,10 @@ class SegmentExchange(Protocol):
 
 
 class Saved(Protocol):
-    """Keeps results of a layer that is computed a second time."""
+    """Store for results of a layer that is computed a second time."""
 
     def load(self) -> tuple[Tensor, ...] | None:
-        """Return what the first run saved; None in the first run."""
+        """Return the tensors that the first run saved; None in the first run."""
         ...
 
     def save(self, *tensors: Tensor) -> None:
@@ -62,7 +65,7 @@ class Saved(Protocol):
 
 
 class Carried(NamedTuple):
-    """What precedes the segments that take a state."""
+    """States and rows of channels before the segments that take a state."""
 
     states_sBHDV: Tensor
     before_sBRKC: Tensor
@@ -70,7 +73,7 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Arguments of a call that are no tensors."""
+    """Arguments of a call that are not tensors."""
 
     segments: Segments
     beta_scale: float = 1.0
@@ -114,7 +117,7 @@ def check(tokens: Tokens, weights: Weights | StateSpaceWeights, options: Options
 
 @dataclass(eq=False)
 class Call:
-    """What forward and backward of one call share."""
+    """Data that forward and backward of one call share."""
 
     tokens: Tokens
     weights: Weights | StateSpaceWeights
@@ -157,7 +160,7 @@ class Call:
         return self.zeros(self.sizes)
 
     def zero_maps(self, count: int, columns: int) -> Tensor:
-        """Return states or maps [count, B·H, D, columns], 0."""
+        """Return zero states or maps [count, B·H, D, columns]."""
         BH, D, _ = self.sizes
         return self.zeros((count, BH, D, columns))
 
@@ -166,7 +169,7 @@ class Call:
         return states.unflatten(1, (self.tokens.q_BtKD.shape[0], -1))
 
     def zero_rows(self, count: int) -> Tensor:
-        """Return channels of R tokens [count, B, R, K, C], 0."""
+        """Return zero channels of R tokens [count, B, R, K, C]."""
         K, C, _ = self.weights.conv_KCR.shape
         return self.zeros((count, self.tokens.q_BtKD.shape[0], self.reach, K, C))
 
@@ -211,22 +214,22 @@ class Differentiable(NamedTuple):
 
     @property
     def skip(self) -> Tensor | None:
-        """That leaf of Mamba-2, [K, G]."""
+        """Leaf of Mamba-2's skip, [K, G]; None for other weights."""
         return skip_of(weights_of(self.inputs[6:]))
 
 
 class InputGradients:
-    """The gradients of a call's inputs, added up block by block."""
+    """Gradients of a call's inputs, added up block by block."""
 
     def __init__(self, call: Call, before_sBRKC: Tensor) -> None:
-        """``before_sBRKC`` precede the segments that take a state."""
+        """Start with gradients of 0; ``before_sBRKC`` precede the segments that take a state."""
         self.call, self.before = call, before_sBRKC
         self.dtokens = Tokens._make(map(torch.zeros_like, call.tokens))
         self.dweights = [torch.zeros_like(x, dtype=call.dtype) for x in call.weights]
         self.dbefore = torch.zeros_like(before_sBRKC)
 
     def activate(self, span: Span, block: Block) -> Differentiable:
-        """Return a block's activated tokens again, in a graph."""
+        """Compute a block's activated tokens again, in a graph."""
         call, entering = self.call, None
         if span.takes is not None:
             entering = self.before[span.takes]
@@ -238,7 +241,7 @@ class InputGradients:
         return Differentiable(span, block, [before, *(tokens + weights)], activated)
 
     def add(self, part: Differentiable, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Add what follows for the inputs from the gradients of what was computed of a block."""
+        """Add the gradients of the inputs, from the gradients of a block's ``outputs``."""
         # Mamba-2 takes nothing off a state: that factor is a constant.
         varies = [x.requires_grad for x in outputs]
         outputs, gradients = list(compress(outputs, varies)), list(compress(gradients, varies))

@@ -5,8 +5,8 @@ for j ≤ i their decayed product, and T = (I + β_i·D(k, k)_ij for j < i)⁻¹
 T·(β v) − T·(β k exp(c))·S, where S is the state that enters it. Everything that does not depend on S is computed here
 for many chunks at once; ``rule`` passes S through.
 
-Mamba-2 (arXiv 2405.21060) has no inverse: a chunk writes β v, nothing is taken off, and queries and keys are as they
-come. There β stands beside the keys instead of the values, so that the skip is a number on the diagonal.
+Mamba-2 (arXiv 2405.21060) has no inverse: a chunk writes β v, nothing is subtracted, and queries and keys are not
+normalised. There β multiplies the keys instead of the values, so that the skip is a number on the diagonal.
 
 No exponent is positive, and none is a difference of two sums: behind a token that forgets everything (g = -50) the
 decays of its successors keep their digits.
@@ -34,7 +34,7 @@ _LEAF = 8
 
 
 class Chunked(NamedTuple):
-    """The factors of the states that enter chunks."""
+    """Factors of the states that enter chunks."""
 
     u_NBKGCV: Tensor
     """Values that the tokens write if the entering state is 0."""
@@ -51,9 +51,9 @@ class Chunked(NamedTuple):
 
 
 def prepare(tokens: Tokens, block: Block, chunk: int, skip_KG: Tensor | None = None) -> Chunked:
-    """Return the factors of a block's tokens, whose a and b are g and β, in chunks; differentiable.
+    """Return the factors of a block's activated tokens (a and b are g and β) in chunks; differentiable.
 
-    With ``skip`` those of Mamba-2.
+    With ``skip_KG`` they are the factors of Mamba-2.
     """
     q, k = (fold(x.unsqueeze(3), block, chunk) for x in (tokens.q_BtKD, tokens.k_BtKD))
     if skip_KG is None:
@@ -117,7 +117,7 @@ def _decayed_products(k: Tensor, q: Tensor, decay: Tensor, lower: Tensor) -> tup
     if decay.shape[-1] == 1:
         factors = _sums_between(decay).squeeze(-1).masked_fill(~lower, -torch.inf).exp()
         return k @ k.mT * factors, q @ k.mT * factors
-    # One stack of rows beside the same keys: first those of k, then those of q.
+    # Rows of k and of q are stacked, because both meet the same keys.
     kk, qk = _by_channel(torch.stack((k, q)), k, decay).masked_fill(~lower, 0.0)
     return kk, qk
 
@@ -126,8 +126,8 @@ def _by_channel(a: Tensor, b: Tensor, decay: Tensor) -> Tensor:
     """Return D(a, b) with a decay of each channel, by halves.
 
     The lower left quarter of a square is one product of matrices: seen from the end of its first half, later rows
-    decay since then and earlier rows until then. The two squares on the diagonal are halved again, down to leaves,
-    whose pairs are multiplied channel by channel.
+    decay since then and earlier rows until then. The two squares on the diagonal are halved again, down to leaves. The
+    pairs of a leaf are multiplied channel by channel.
     """
     size = leaf = b.shape[-2]
     while leaf > _LEAF and leaf % 2 == 0:

@@ -1,10 +1,10 @@
-"""What stands before the gated delta rule: a short convolution over each channel's tokens, and gates.
+"""Operations before the gated delta rule: a short convolution over each channel's tokens, and gates.
 
     x ← silu(Σ_r w_r x_{t−r})        g = −exp(A)·softplus(a + δ)        β = s·sigmoid(b)
 
 for queries, keys and values x, with learned w, A and δ a head (by channel: δ a channel), and s = 2 if the step may
 have negative eigenvalues (arXiv 2411.12537), else 1. The convolution reads the tokens of its own document alone. In
-Mamba-2 it has a bias, and β = softplus(b + δ), of which b is a itself.
+Mamba-2 it has a bias, and β = softplus(b + δ) with b = a.
 
 Axes: B batch, t tokens of a block, K key heads, G value heads of a key head, D key head size, V value head size,
 C = 2·D + G·V channels of a key head, R tokens before its own that the convolution reads, X = D or 1.
@@ -46,14 +46,14 @@ class StateSpaceWeights(NamedTuple):
 
 
 def weights_of(tensors: Sequence[Tensor]) -> Weights | StateSpaceWeights:
-    """Return the weights that so many tensors are."""
+    """Return the tensors as the kind of weights that has so many fields."""
     if len(tensors) == len(StateSpaceWeights._fields):
         return StateSpaceWeights._make(tensors)
     return Weights._make(tensors)
 
 
 class Tokens(NamedTuple):
-    """What the layer's projections give of each token."""
+    """Outputs of the layer's projections for each token."""
 
     q_BtKD: Tensor
     k_BtKD: Tensor
@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
     b_BtKG: Tensor
 
     def rows(self, rows: slice) -> Self:
-        """Return these tokens."""
+        """Return the tokens of these rows."""
         return self._make(x[:, rows] for x in self)
 
     def channels(self, rows: slice) -> Tensor:
@@ -82,7 +82,7 @@ def activate(
     t = tokens.q_BtKD.shape[1]
     x = torch.cat((before_BRKC, tokens.channels(slice(None)).to(dtype)), 1)
     conv_KCR = weights.conv_KCR.to(dtype)
-    # A sum of shifted copies: channels stay side by side, as the products need them.
+    # A sum of shifted copies: channels stay contiguous, as the products need them.
     y = x[:, reach:] * conv_KCR[..., reach]
     for distance in range(1, reach + 1):
         part = x[:, reach - distance : reach - distance + t] * conv_KCR[..., reach - distance]

@@ -1,14 +1,14 @@
 """The gated delta rule by a library's kernels (flash-linear-attention, on GPUs), across devices as well.
 
-A library takes sequences with the states that enter them. What leaves a sequence is affine in that state S:
+A library takes sequences with the states that enter them. The results of a sequence are affine in that state S:
 
     out = O + R·S        the state behind it = U + M·S
 
-and S enters by itself alone, without values. So beside the real values stand D columns of values 0, and beside a state
-of 0 the identity: of the results the first V columns are O and U, the others R and M. One call gives all four before
-anything arrives from other devices, and what arrives costs one product. Backward is autograd's, but for the exchange:
-the gradient of S that other devices need is Rᵀ·dout, again before anything arrives. Only segments that a state enters
-need the further columns.
+and the parts R·S and M·S do not depend on the values. So D columns of zeros are appended to the values, and the
+identity to a state of 0: the first V columns of the results are O and U, the others R and M. One call gives all four
+before anything arrives from other devices, and an arriving state costs one product. Backward is autograd's, except for
+the exchange: the gradient of S that other devices need is Rᵀ·dout, again before anything arrives. Only segments that a
+state enters need the further columns.
 
 Axes: B batch, t tokens, K key heads, G value heads of a key head, H = K·G, D key head size, V value head size, W = V or
 V + D columns, X = D if decays differ by channel, else 1; s states, n segments of a call, T tokens of all its rows laid
@@ -71,7 +71,7 @@ class Rule(Protocol):
 
 
 def library_for(tokens: Tokens, options: Options) -> Rule | None:
-    """Return the installed library's function if it serves these tokens; None: they are for our own passes."""
+    """Return the installed library's function if it serves these tokens, else None: our own passes serve them."""
     q, a = tokens.q_BtKD, tokens.a_BtKGX
     # Shorter chunks are for tokens that are generated, and traces have no data.
     if on_cpu(q) or isinstance(q, FakeTensor) or options.chunk != CHUNK:
@@ -102,18 +102,18 @@ def installed(*, by_channel: bool) -> Rule | None:
 def gated_delta_by(
     library: Rule, tokens: Tokens, weights: Weights, options: Options, carried: Carried | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``rule.gated_delta`` does, by a library's kernels."""
+    """Return the results of ``rule.gated_delta``, computed by a library's kernels."""
     segments, exchange, saved = options.segments, options.exchange, options.saved
     taken, before = carried or (None, None)
     if exchange is not None and saved is not None:
-        # A second run of the layer takes what arrived in the first one.
+        # A second run of the layer takes the tensors that arrived in the first one.
         taken, before = saved.load() or (None, None)
     *activated, before = _Front.apply(options, before, *(tokens + weights))
     sequences = _Sequences(library, Tokens._make(activated), segments)
     if exchange is None:
         out, behind = sequences(sequences.every, taken)
         return out, sequences.given(behind)
-    # What no state enters is final; for the others what is here does for a state of 0.
+    # Results are final for segments that no state enters; those of the others are for an entering state of 0.
     alone = [n for n in sequences.every if n not in segments.takes]
     out, behind = sequences(alone)
     wide, behind_wide = sequences(segments.takes, with_maps=True)
@@ -188,9 +188,9 @@ def _dtypes(call: Call) -> tuple[torch.dtype, ...]:
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # training may find what generation left
+@torch.inference_mode(False)  # training may find boundaries that generation cached
 def _boundaries(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return boundaries of sequences. One tensor as long as they are the same: libraries keep what follows from it."""
+    """Return boundaries of sequences; equal ones give the same tensor, because libraries cache results for it."""
     return torch.tensor(ends, device=device)
 
 
@@ -198,7 +198,7 @@ class _Sequences:
     """Segments as sequences laid end to end."""
 
     def __init__(self, library: Rule, tokens: Tokens, segments: Segments) -> None:
-        """``tokens`` are activated."""
+        """Lay out ``tokens``, which are activated, as a library takes them."""
         self.library, self.segments, self._gives = library, segments, set(segments.gives)
         bounds = segments.documents.bounds
         # Libraries count sequences by their first chunks, which an empty one does not have.
@@ -206,7 +206,7 @@ class _Sequences:
         q, k, v, g, beta = tokens
         if g.shape[-1] == 1:
             g = g.squeeze(-1)
-        # A value head after the other, those of a key head side by side.
+        # One value head after another; those of a key head are neighbours.
         self.tokens = (q, k, v.flatten(2, 3), g.flatten(2, 3), beta.flatten(2, 3))
 
     def __call__(
@@ -214,7 +214,7 @@ class _Sequences:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the outputs [B, t, H, W] of segments, and the states [B, H, D, W] behind those that give.
 
-        ``taken`` enter those of ``segments.takes``. ``with_maps``: R and M stand behind O and U.
+        ``taken_sBHDV`` enter the segments of ``segments.takes``. With ``with_maps``, R and M follow O and U.
         """
         q, k, v, g, beta = (self._pick(x, numbers) for x in self.tokens)
         (B, t, H, V), D = v.shape, q.shape[-1]
@@ -247,14 +247,14 @@ class _Sequences:
         return out.reshape(B, t, H, -1), states_of
 
     def given(self, states: Mapping[int, Tensor], columns: int | None = None) -> Tensor:
-        """Return the states [s, B, H, D, W] that leave segments, by their numbers; W is V unless ``columns`` says."""
+        """Return the states [s, B, H, D, W] that leave segments, by their numbers; W is ``columns``, by default V."""
         if self.segments.gives:
             return torch.stack([states[number] for number in self.segments.gives])
         q, _, v, g, _ = self.tokens
         return g.new_zeros(0, v.shape[0], v.shape[2], q.shape[-1], columns or v.shape[-1])
 
     def split(self, x_BtHW: Tensor, numbers: Sequence[int]) -> dict[int, Tensor]:
-        """Return the tokens of each segment, of which ``x`` has those of these."""
+        """Split ``x``, the tokens of these segments, by segment."""
         return dict(zip(numbers, x_BtHW.split([self._size(number) for number in numbers], 1), strict=True))
 
     def _size(self, number: int) -> int:
@@ -269,7 +269,10 @@ class _Sequences:
 
 
 class _Join(torch.autograd.Function):
-    """Adds what entering states give to the outputs of their segments; exchanges the states, and their gradients."""
+    """Autograd function that exchanges states and their gradients.
+
+    It adds the contribution R·S of an entering state to the outputs of its segment.
+    """
 
     @staticmethod
     def forward(
@@ -300,8 +303,8 @@ class _Join(torch.autograd.Function):
         options: Options = ctx.options
         assert options.exchange is not None
         takes, gives = options.segments.takes, options.segments.gives
-        # As for the states: what leads backward out of a segment is affine in what enters it, so the gradient for an
-        # entering 0 goes out at once, with the transposed maps of the segments that states pass through.
+        # As for the states: the gradient that leaves a segment is affine in the gradient that enters it, so the one for
+        # an entering 0 is sent at once, with the transposed maps of the segments that states pass through.
         dreads, at = torch.empty_like(reads_BtHD), 0
         dtaken, back_maps = torch.zeros_like(taken_sBHDV), maps_sBHDD.new_zeros(len(takes), *maps_sBHDD.shape[1:])
         for n, (state, segment) in enumerate(zip(taken_sBHDV, takes, strict=True)):

@@ -1,21 +1,21 @@
 """The gated delta rule on one device (arXiv 2412.06464; by channel, Kimi Delta Attention, arXiv 2510.26692).
 
-A token decays its document's state S [D, V], replaces what its key reads of it, and reads the result:
+A token decays its document's state S [D, V], replaces the value that its key reads from it, and reads the result:
 
     S ← exp(g)·S        S ← S + β k (v − kᵀS)        out = qᵀS / √D        with q and k of length 1
 
 g ≤ 0 is one number a head or one a channel of the keys.
 
-Mamba-2's step (arXiv 2405.21060) takes nothing off: S ← exp(g)·S + β k vᵀ, out = qᵀS + skip·v, with any q and k.
+Mamba-2's step (arXiv 2405.21060) subtracts nothing: S ← exp(g)·S + β k vᵀ, out = qᵀS + skip·v, with any q and k.
 
-The step is affine in S. So a segment of a document is one pair a head: what leaves it is M·S + U for the state S that
-enters it. Devices exchange the pairs of their segments, compose those of a document in its order, and continue with the
+The step is affine in S. So a segment of a document is one pair (M, U) per head: if the state S enters it, M·S + U
+leaves it. Devices exchange the pairs of their segments, compose those of a document in its order, and continue with the
 state that enters each of their own. Backward is the mirror image: with dS of the leaving state, the gradient of the
-entering state is Mᵀ·dS + U′ for another U′. A document's first segment needs no M, its last gives nothing; both are
+entering state is Mᵀ·dS + U′ for another U′. A document's first segment needs no M, its last gives no state; both are
 computed before anything arrives.
 
 Both passes go through blocks of chunks. Forward keeps the state at the start of each block. Backward computes a block's
-factors again and differentiates them, so the memory beside the inputs is that of one block and of those states.
+factors again and differentiates them, so the memory besides the inputs is that of one block and of those states.
 
 Axes: B batch, t tokens, K key heads, G value heads of a key head, H = K·G, D key head size, V value head size, C
 channels of the convolution, R tokens before its own that it reads, X = D if decays differ by channel, else 1; s states,
@@ -43,9 +43,9 @@ def gated_delta(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, t, H, V] in the dtype of the values, and the states [s, B, H, D, V] that leave segments.
 
-    States leave those of ``segments.gives``. What enters those of ``segments.takes`` is ``carried``, or comes from the
-    exchange; other documents begin at 0. Decays, states and products are float32 (float64 for float64 inputs).
-    Everything is differentiable, but for states beside an exchange. ConfigError if sizes do not fit.
+    States leave those of ``segments.gives``. The states that enter those of ``segments.takes`` are ``carried``, or come
+    from the exchange; other documents begin at 0. Decays, states and products are float32 (float64 for float64 inputs).
+    Everything is differentiable, except states if there is an exchange. Raise ConfigError if sizes do not fit.
     """
     check(tokens, weights, options, carried)
     library = library_for(tokens, options)
@@ -56,7 +56,10 @@ def gated_delta(
 
 
 class _GatedDelta(torch.autograd.Function):
-    """Keeps its inputs, what entered segments, the state at the start of each block, and the maps M."""
+    """Autograd function of the rule.
+
+    It keeps its inputs, the rows before segments, the state at the start of each block, and the maps M.
+    """
 
     @staticmethod
     def forward(
@@ -79,7 +82,7 @@ class _GatedDelta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dgiven: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Asked for once: a layer that is computed again hands them out as it makes them.
+        # Read once: a layer that is computed again hands out the saved tensors as it makes them.
         saved = ctx.saved_tensors
         before, starts, maps = saved[:3]
         call = Call.of(saved[3:], ctx.options)
@@ -93,14 +96,14 @@ class _GatedDelta(torch.autograd.Function):
 
 
 def _run_forward(call: Call, states: Tensor | None, before: Tensor | None) -> tuple[Tensor, ...]:
-    """Return output, given states, and what backward needs beside the inputs."""
+    """Return output, given states, and the tensors that backward needs besides the inputs."""
     run = _Forward(call, states, before)
     run()
     return run.out.flatten(2, 3), call.by_batch(run.given), run.before, run.starts, run.maps
 
 
 class _Forward:
-    """A forward pass: what needs nothing of other devices, the exchange, then what does."""
+    """Forward pass: the spans that need no state from other devices, the exchange, then the spans that do."""
 
     def __init__(self, call: Call, states: Tensor | None, before: Tensor | None) -> None:
         self.call, self.carried = call, states
@@ -121,7 +124,7 @@ class _Forward:
         arriving = None
         if exchange is not None:
             arriving = exchange.rows(call.tails())
-        # Whole documents and first segments meanwhile: what they give is final.
+        # Complete documents and first segments meanwhile: the states that they give are final.
         waiting = [span for span in call.spans if span.takes is not None]
         for span in call.spans:
             if span.takes is None:
@@ -130,7 +133,7 @@ class _Forward:
         if exchange is not None:
             assert arriving is not None
             self.before = arriving()
-            # The others' states are not known yet, so their map is what can be sent.
+            # The others' states are not known yet, so only their map can be sent.
             for span in waiting:
                 self._summarize(span)
             taken = exchange.states(call.by_batch(torch.cat((self.given, self.maps), -1)))()
@@ -159,7 +162,7 @@ class _Forward:
             return
         _, D, V = self.call.sizes
         state = self.call.zero_maps(1, V + D)[0]
-        # The identity beside a state of 0: its columns become M, those of the state U.
+        # The identity is appended to a state of 0: its columns become M, those of the state U.
         state[..., V:] = torch.eye(D, dtype=state.dtype, device=state.device)
         for block in self.call.each(span.blocks):
             state = _advance(self._factors(span, block), state)[2]
@@ -167,7 +170,7 @@ class _Forward:
 
 
 class _Backward:
-    """A backward pass in the opposite order: what no later segment reads, the exchange, then what one reads."""
+    """Backward pass in the opposite order: the spans that give no state, the exchange, then the spans that do."""
 
     def __init__(
         self, call: Call, before_sBRKC: Tensor, starts: dict[Block, Tensor], maps: Tensor, dout_BtHV: Tensor
@@ -182,7 +185,7 @@ class _Backward:
 
     def __call__(self, dgiven: Tensor) -> None:
         call, exchange = self.call, self.call.options.exchange
-        # Whole documents and last segments meanwhile: no gradient arrives for the state behind them.
+        # Complete documents and last segments meanwhile: no gradient arrives for the state behind them.
         waiting = [span for span in call.spans if span.gives is not None]
         for span in call.spans:
             if span.gives is None:
@@ -199,7 +202,7 @@ class _Backward:
 
     def _finish(self, span: Span, dstate: Tensor) -> None:
         """Compute a span's gradients from that of the state that leaves it, and that of the state that enters it."""
-        # From the last block on: each is given the gradient of the state that it left.
+        # From the last block to the first: each takes the gradient of the state that leaves it.
         for block in self.call.each(span.blocks[::-1]):
             part = self.inputs.activate(span, block)
             with torch.enable_grad():
@@ -232,8 +235,8 @@ def _factors(call: Call, block: Block, entering_BRKC: Tensor | None) -> Chunked:
 def _advance(factors: Chunked, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pass a state [B·H, D, W] through the chunks of a block.
 
-    Returns the states that enter them [N, B, K, G, D, W], the values that they write [N, B, K, G, C, W], and the state
-    behind the last. Into columns beyond those of the values nothing is written but what the state itself causes.
+    Return the states that enter them [N, B, K, G, D, W], the values that they write [N, B, K, G, C, W], and the state
+    behind the last. Columns beyond those of the values receive only the effect of the state itself.
     """
     u, w, k, total = _by_head((factors.u_NBKGCV, factors.w_NBKGCD, factors.k_NBKGCD, factors.total_NBKGX1))
     u = functional.pad(u, (0, state.shape[-1] - u.shape[-1]))
@@ -241,7 +244,7 @@ def _advance(factors: Chunked, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     written = torch.empty_like(u)
     for n in range(len(u)):
         states[n] = state
-        # What the keys read of the old state is taken off the values before they are written.
+        # The values that the keys read from the old state are subtracted before values are written.
         torch.baddbmm(u[n], w[n], state, alpha=-1, out=written[n])
         state = torch.baddbmm(state * total[n], k[n].mT, written[n])
     heads = factors.w_NBKGCD.shape[1:4]
@@ -253,7 +256,7 @@ def _retreat(factors: Chunked, start: Tensor, dout_NBKGCV: Tensor, dstate: Tenso
     factors = Chunked._make(x.detach() for x in factors)
     states, written, _ = _advance(factors, start)
     dwritten, after, dstate = _pull_back(factors, dout_NBKGCV, dstate)
-    # A decay of a whole head counts for all channels of its keys.
+    # The decay of a head applies to all channels of its keys.
     dims = [-1] if factors.total_NBKGX1.shape[-2] > 1 else [-2, -1]
     gradients = Chunked(
         dwritten,
@@ -269,7 +272,7 @@ def _retreat(factors: Chunked, start: Tensor, dout_NBKGCV: Tensor, dstate: Tenso
 def _pull_back(factors: Chunked, dout_NBKGCV: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pass the gradient of a state [B·H, D, V] back through the chunks of a block.
 
-    Returns the gradients of the values that they write [N, B, K, G, C, V], of the states that leave them
+    Return the gradients of the values that they write [N, B, K, G, C, V], of the states that leave them
     [N, B, K, G, D, V], and of the state before the first.
     """
     w, k, total = _by_head((factors.w_NBKGCD, factors.k_NBKGCD, factors.total_NBKGX1))

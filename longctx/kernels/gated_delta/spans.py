@@ -1,9 +1,9 @@
 """Cut a device's tokens into chunks for the gated delta rule.
 
-A chunk is some neighbouring tokens. Documents that lie on this device as a whole are packed into chunks densely, and
-masks keep them apart inside a chunk. A segment whose document continues on another device begins a chunk of its own and
-ends one: a state enters it at its first chunk and leaves it after its last. Missing tokens at a span's end are zeros,
-which change no state.
+A chunk is some neighbouring tokens. Documents that are complete on this device are packed into chunks densely, and
+masks keep them apart inside a chunk. If the document of a segment continues on another device, the segment begins and
+ends with chunks of its own: a state enters it at its first chunk and leaves it after its last. Missing tokens at a
+span's end are zeros, which change no state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longctx.kernels.linear_attention import Segments
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """The segments of a block that has several."""
+    """Masks of a block that has several segments."""
 
     same_NCC: Tensor
     """True for two tokens of a chunk that belong to one segment."""
@@ -49,7 +49,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Neighbouring tokens of a device with one state: an open segment, or a run of whole documents."""
+    """Neighbouring tokens of a device with one state: an open segment, or a run of complete documents."""
 
     takes: int | None
     """Index into ``Segments.takes``; None if no state enters."""
@@ -71,19 +71,19 @@ class Cut:
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # training may find what generation left
+@torch.inference_mode(False)  # training may find spans that generation cached
 def cut_spans(segments: Segments, cut: Cut, device: torch.device) -> tuple[Span, ...]:
     """Return the spans of these segments in their order."""
     bounds = segments.documents.bounds
     takes = {segment: index for index, segment in enumerate(segments.takes)}
     gives = {segment: index for index, segment in enumerate(segments.gives)}
     spans: list[Span] = []
-    # Whole documents since the last open segment, and the token at which they begin.
+    # Complete documents since the last open segment, and the token at which they begin.
     ends: list[int] = []
     start = 0
     for number, stop in enumerate(bounds[1:]):
         is_open = number in takes or number in gives
-        # An open segment has chunks of its own, so whole documents before it end theirs.
+        # An open segment has chunks of its own, so complete documents before it end theirs.
         if is_open and ends:
             spans.append(Span(None, None, _blocks(start, ends, cut, device)))
             start, ends = ends[-1], []

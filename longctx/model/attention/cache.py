@@ -1,4 +1,4 @@
-"""KVCache: what one process stores of a sequence that it continues."""
+"""KVCache: keys, values and states that one process stores of a sequence to continue it."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ class TokenChunk:
     @property
     def indices(self) -> Tensor:
         """Indices in the sequence of the tokens that this process is given, int64 on the CPU."""
-        # As numbers where they are few, as in decoding: an operator for each range would take longer.
+        # As numbers if they are few, as in decoding: an operator for each range would take longer.
         if self.num_given <= _FEW_TOKENS:
             return int64_tensor(list(chain.from_iterable(self.given)))
         return torch.cat([torch.arange(part.start, part.stop, part.step) for part in self.given])
 
     @property
     def later_tokens(self) -> int:
-        """Tokens that are known or expected to follow the chunk, on however many processes."""
+        """Tokens that are known or expected to follow the chunk, on all processes together."""
         return self.sequence_tokens - self.start - self.num_tokens + self.expected_tokens
 
 
 class LayerCache:
-    """One layer's rows of keys and values, in buffers that are laid anew when they are full, or its state.
+    """One layer's rows of keys and values, in buffers that are reallocated when they are full, or its state.
 
     The first buffers may be a slot's: rows leave it when they no longer fit.
     """
 
     def __init__(self, slots: SlotLayer | None = None, slot: int = 0) -> None:
-        """``slot`` is that of the layer's ``slots``."""
+        """Create an empty cache; ``slot`` is its number in the layer's ``slots``."""
         self.slots = slots
         """Where the rows are; None where they are in memory of their own."""
         self._slot = slot
@@ -85,15 +85,15 @@ class LayerCache:
 
     @property
     def num_rows(self) -> int:
-        """Rows that are stored."""
+        """Number of rows that are stored."""
         return self._stop - self._first
 
     def append(
         self, k_BtKD: Tensor, v_BtKV: Tensor | None, *, earlier_rows: int | None = None, later_rows: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Store new rows after the newest ``earlier_rows`` of those stored; return all, values only if there are.
+        """Store new rows after the newest ``earlier_rows`` of those stored; return all rows, with values if any.
 
-        Buffers that are laid anew have space for ``later_rows`` besides.
+        Reallocated buffers also have space for ``later_rows``.
         """
         if earlier_rows is not None:
             assert earlier_rows <= self.num_rows, f"{earlier_rows} of {self.num_rows} rows"
@@ -121,14 +121,14 @@ class LayerCache:
         self.num_tokens += 1
 
     def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
-        """Add a state, of so many tokens."""
+        """Add a state of ``num_tokens`` tokens."""
         # Not in place: the forward pass was given the old state, and a backward may still read it.
         if self.state is not None:
             state_sBKDW = self.state + state_sBKDW
         self.set_state(state_sBKDW, num_tokens)
 
     def set_state(self, state: Any, num_tokens: int) -> None:
-        """Replace the state by one after so many more tokens."""
+        """Replace the state by the one after ``num_tokens`` more tokens."""
         self.state = state
         self.num_tokens += num_tokens
 
@@ -145,9 +145,9 @@ class LayerCache:
         other.state, other.num_tokens = self.state, self.num_tokens
 
     def _relay(self, k_BtKD: Tensor, v_BtKV: Tensor | None, later_rows: int) -> None:
-        """Move the stored rows to new buffers that have space for these, and for those that are to follow."""
+        """Move the stored rows to new buffers that have space for these rows and for ``later_rows``."""
         self.slots = None
-        # Space for an eighth more copies eight rows for each token: nothing beside attention, which reads them all.
+        # Space for an eighth more copies eight rows for each token: little next to attention, which reads them all.
         num_rows = max(self.num_rows + self.num_rows // 8, self.num_rows + k_BtKD.shape[1] + later_rows, 64)
         self._keys = self._relaid(self._keys, k_BtKD, num_rows)
         if v_BtKV is not None:
@@ -167,11 +167,11 @@ class LayerCache:
 class KVCache:
     """Keys, values and states of the tokens already seen of a sequence, in this process's memory, layer by layer.
 
-    A cache that several processes share is a subclass; they call each of its methods alike.
+    A cache that several processes share is a subclass; all of them must make the same calls.
     """
 
     def __init__(self, pool: SlotPool | None = None) -> None:
-        """The sequence is given a slot of the ``pool``, where there is one, for as long as it is short."""
+        """Create an empty cache; while the sequence is short, it has a slot of the ``pool`` if one is free."""
         self._pool, self._slot = pool, None
         if pool is not None:
             self._slot = pool.take()
@@ -182,25 +182,25 @@ class KVCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that every layer has seen: between two forward passes all have seen as many."""
+        """Tokens that every layer has seen; between two forward passes it is the same number in all layers."""
         return self.layer(0).num_tokens
 
     def layer(self, number: int) -> LayerCache:
-        """The cache of one layer."""
+        """Return the cache of one layer."""
         if number not in self._layers:
             self._layers[number] = self._new_layer(number)
         return self._layers[number]
 
     def expect(self, num_tokens: int) -> None:
-        """Make space for so many tokens behind what is read next, so that storing them copies nothing."""
+        """Reserve space for ``num_tokens`` tokens after those read next, so that storing them copies nothing."""
         self._expected = num_tokens
 
     def new(self) -> Self:
-        """An empty cache of the same kind."""
+        """Return an empty cache of the same kind."""
         return type(self)(self._pool)
 
     def copy(self) -> Self:
-        """A cache of the same tokens, with memory of its own: both may go on, in different ways."""
+        """Return a cache of the same tokens with memory of its own: both may go on, in different ways."""
         other = self.new()
         other.expect(self._expected)
         other.source = self.source
@@ -209,21 +209,21 @@ class KVCache:
         return other
 
     def encoded(self, source: Stream, encode: Callable[[Stream], EncodedSource]) -> EncodedSource:
-        """A source behind the encoder, whole, that the processes of this cache have read together."""
+        """Encode a source that the processes of this cache read together, and return all of it."""
         return encode(source)
 
     def free(self) -> None:
-        """Forget all tokens, and let another sequence have the slot: what is read next begins a sequence."""
+        """Forget all tokens, and release the slot; the tokens read next begin a new sequence."""
         if self._slot is not None:
             self._slot.pool.give_back(self._slot)
         self._slot, self._layers = None, {}
 
     def chunk(self, num_tokens: int) -> TokenChunk:
-        """The next tokens as a chunk that every process is given whole."""
+        """Return the next tokens as a chunk that every process is given in full."""
         return self._chunk(num_tokens, num_tokens)
 
     def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
-        """The next tokens as chunks of about ``chunk_tokens``, each to be read before the next is asked for.
+        """Yield the next tokens as chunks of about ``chunk_tokens``, each to be read before the next is requested.
 
         Every process is given the last token.
         """
@@ -235,11 +235,11 @@ class KVCache:
         """Note that every layer has seen the chunk: here layers count their tokens."""
 
     def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
-        """Values of all tokens of the chunk, [B, T] in order, from those of the tokens that each process was given."""
+        """Return values of all tokens of the chunk, [B, T] in order, from those of each process's tokens."""
         return values_Bt
 
     def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
-        """The ``count`` integers that one of the processes chooses, told to all."""
+        """Return the ``count`` integers that one of the processes chooses, on all processes."""
         return choose()
 
     def _chunk(self, num_tokens: int, left: int) -> TokenChunk:

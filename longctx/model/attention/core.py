@@ -1,4 +1,4 @@
-"""AttentionCore: plan once a forward pass and kind of layer, then attend in every layer.
+"""AttentionCore: plan once per forward pass and kind of layer, then attend in every layer.
 
 Axes: B rows, t tokens of this process, H query heads, K key/value heads, D query/key head size, V value head size.
 """
@@ -22,7 +22,7 @@ from longctx.model.recompute import RecomputeCache
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShapes:
-    """What a plan depends on besides its mask: this process's tensors, and how queries and keys become scores."""
+    """Inputs of a plan besides its mask: sizes of this process's tensors, and the rules of their scores."""
 
     batch: int
     tokens: int
@@ -51,7 +51,7 @@ class AttentionShapes:
     def of(
         cls, q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor, scores: Scores, cached_tokens: int | None = None
     ) -> AttentionShapes:
-        """The shapes of these tensors."""
+        """Return the shapes of these tensors."""
         batch, tokens, num_heads, head_dim = q_BtHD.shape
         return cls(
             batch=batch,
@@ -69,7 +69,7 @@ class AttentionShapes:
         )
 
     def check_whole(self, documents: PackedDocuments) -> None:
-        """ValueError unless this process holds all tokens of the documents."""
+        """Raise ValueError unless this process holds all tokens of the documents."""
         if documents.num_tokens != self.batch * self.tokens:
             raise ValueError(
                 f"{self.batch} rows of {self.tokens} tokens are not the {documents.num_tokens} tokens of cu_seqlens; "
@@ -77,7 +77,7 @@ class AttentionShapes:
             )
 
     def check_call(self, q_BtHD: Tensor, sinks_H: Tensor | None) -> None:
-        """ValueError for other queries than were planned for, ConfigError unless each of their heads has its sink."""
+        """Raise ValueError if the queries differ from the plan's, ConfigError if sinks are not one per query head."""
         # A plan of another batch would not fail in the kernel: its slices would just be of other rows.
         planned = (self.batch, self.tokens, self.num_heads, self.head_dim)
         if q_BtHD.shape != planned or q_BtHD.dtype != self.dtype:
@@ -97,14 +97,14 @@ Plan = Any
 
 
 class PassCore(Protocol):
-    """What a forward pass asks of a core: to plan once a kind of layer, and to attend in each layer."""
+    """Core as a forward pass uses it: it plans once per kind of layer, and attends in each layer."""
 
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> Plan:
-        """What every layer of one kind will do; made before the first layer, and read again by recomputation.
+        """Plan the work of all layers of one kind, before the first of them; recomputation reads the plan again.
 
-        ``placement`` tells where the batch's tokens live, for a core that spreads them over processes
+        ``placement`` is the location of the batch's tokens, for a core that spreads them over processes
         (``Batch.placement``, ``TokenChunk.placement``); None leaves it to the core. Such a core's plan is collective.
         ``key_placement`` is that of a source's tokens, in cross attention.
         """
@@ -122,10 +122,10 @@ class PassCore(Protocol):
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Output [B, t, H, V] in q's dtype.
+        """Return the output [B, t, H, V] in q's dtype.
 
         ``plan`` is this core's, for these shapes; ``cache`` the layer's (``PassCache.layer``). ``scores`` default to
-        the dot product scaled by D^-½. ``weights`` are the mixer's that its core computes with, heads first
+        the dot product scaled by D^-½. ``weights`` are the mixer's weights that its core uses, heads first
         (``MixerNetwork.core_weights``). A ``recompute_cache`` keeps the result of a layer that backward will recompute,
         so that the core's work and communication are not done again."""
         ...
@@ -135,15 +135,15 @@ class AttentionCore(PassCore):
     """Exact attention of this process's queries over every key of the sequence that the mask lets them see."""
 
     def new_cache(self) -> KVCache:
-        """An empty cache for a sequence that this core's processes continue."""
+        """Return an empty cache for a sequence that this core's processes continue."""
         return KVCache()
 
     def new_caches(self, most: int) -> Callable[[], KVCache]:
-        """What makes an empty cache, of which at most so many are in use together: their rows may lie side by side."""
+        """Return a function that makes an empty cache; at most ``most`` are in use together and may share memory."""
         return self.new_cache
 
     def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> Plan:
-        """``plan`` for chunks of several sequences. ``mask`` and ``shapes`` are those of all tokens as one row."""
+        """Plan for chunks of several sequences. ``mask`` and ``shapes`` are those of all tokens as one row."""
         return plan_alone(self, mask, shapes, chunks)
 
     def attend_each(
@@ -157,16 +157,16 @@ class AttentionCore(PassCore):
         scores: Scores | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Output [1, t, H, V] of the tokens of several sequences, by the plan for all and with the cache of each.
+        """Return output [1, t, H, V] of the tokens of several sequences, by the plan for all and the cache of each.
 
-        Each sequence's is that of a call for it alone, but for rounding. There is no backward.
+        Each sequence's output equals that of a call for it alone, except for rounding. There is no backward.
         """
         return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, weights)
 
 
 @dataclass(frozen=True, eq=False)
 class EachAlone:
-    """A plan for some sequences, each by itself."""
+    """Plan for some sequences, each by itself."""
 
     sequences: tuple[int, ...]
     """Which of the pass's sequences they are."""
@@ -184,9 +184,9 @@ def plan_alone(
     *,
     has_placement: bool = True,
 ) -> EachAlone:
-    """The core's own plan for each of these sequences, by default all; those that are alike share one.
+    """Return the core's own plan for each of these sequences, by default all; equal sequences share one.
 
-    Without ``has_placement`` the core plans by numbers of tokens alone.
+    Without ``has_placement`` the core plans by numbers of tokens only.
     """
     if sequences is None:
         sequences = range(len(chunks))
@@ -207,7 +207,7 @@ def plan_alone(
 
 
 def tokens_of(chunks: Sequence[TokenChunk]) -> list[slice]:
-    """Where the tokens of each sequence are in a pass's row on this process."""
+    """Return the position of each sequence's tokens in a pass's row on this process."""
     found, start = [], 0
     for chunk in chunks:
         found.append(slice(start, start + chunk.num_given))
@@ -225,7 +225,7 @@ def attend_alone(
     scores: Scores | None = None,
     weights: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Output [1, n, H, V] of a core that is called for one of the plan's sequences after another."""
+    """Call a core for the plan's sequences one after another; return the output [1, n, H, V]."""
     outs = []
     for sequence, tokens, of_one in zip(plan.sequences, plan.tokens, plan.plans, strict=True):
         out = core(
@@ -242,7 +242,7 @@ def attend_alone(
 
 
 def sinks_of(weights: Sequence[Tensor]) -> Tensor | None:
-    """The sinks [H], the only weights that softmax attention may have: logits of a key without value (GPT-OSS)."""
+    """Return the sinks [H], the only weights of softmax attention: logits of a key without value (GPT-OSS)."""
     return next(iter(weights), None)
 
 
@@ -250,7 +250,7 @@ def sinks_of(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def check_no_gradient(q_BtHD: Tensor) -> None:
-    """ConfigError where a backward pass would be wanted of attention over caches that has none."""
+    """Raise ConfigError if attention over caches would need a backward pass, which it does not have."""
     if torch.is_grad_enabled() and q_BtHD.requires_grad:
         raise ConfigError("attention over these caches has no backward pass. Use torch.no_grad().")
 
@@ -264,7 +264,7 @@ def append_rows(
     earlier_rows: int | None,
     later_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Store new keys and values; returns all that are stored and seen (``LayerCache.append``)."""
+    """Store new keys and values; return all that are stored and seen (``LayerCache.append``)."""
     rows = {"earlier_rows": earlier_rows, "later_rows": later_rows}
     if not shapes.values_in_keys:
         keys, values = cache.append(k_BtKD, v_BtKV, **rows)
@@ -275,14 +275,14 @@ def append_rows(
 
 
 def later_stored(mask: AttentionMask, shapes: AttentionShapes) -> int:
-    """Later tokens whose keys will be stored beside all that are: none where old keys make space for new."""
+    """Return the later tokens that will be stored in addition to the present ones: 0 if old keys make space for new."""
     if not sees_all(mask):
         return 0
     return shapes.later_tokens
 
 
 def earlier_seen(mask: AttentionMask, shapes: AttentionShapes) -> int:
-    """Cached tokens, the newest, that some query of a chunk sees."""
+    """Return the number of cached tokens, the newest, that some query of a chunk sees."""
     assert shapes.cached_tokens is not None, "no cache"
     if mask.window is None or sees_all(mask):
         return shapes.cached_tokens
@@ -290,6 +290,6 @@ def earlier_seen(mask: AttentionMask, shapes: AttentionShapes) -> int:
 
 
 def sees_all(mask: AttentionMask) -> bool:
-    """Whether every cached token may be seen by some later query."""
+    """Return whether every cached token may be seen by some later query."""
     # Sink tokens and those of a stride are seen from anywhere.
     return mask.window is None or bool(mask.sink_tokens or mask.stride)

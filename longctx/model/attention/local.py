@@ -1,7 +1,7 @@
 """LocalAttention: the core of one process, which holds every key of its sequence.
 
-A core that spreads the sequence over processes has the same signature and lives outside this package; a layer cannot
-tell which one it was given.
+A core that spreads the sequence over processes has the same signature and is outside this package; a layer does not
+know which one it was given.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from longctx.model.recompute import RecomputeCache
 
 @dataclass(frozen=True, eq=False)
 class LocalPlan:
-    """The work of one process, and the kernel that does it."""
+    """Work of one process, and the kernel that does it."""
 
     shapes: AttentionShapes
     kernel: str
@@ -62,15 +62,15 @@ class LocalPlan:
 
 
 class LocalAttention(AttentionCore):
-    """The core of one process, which holds every key: its documents are the kernel's slices."""
+    """Core of one process, which holds every key: its documents are the kernel's slices."""
 
     def __init__(self, kernel: str = "auto", *, products: Products | None = None) -> None:
-        """``products`` says how a CPU multiplies bfloat16; None takes what is faster on this one."""
+        """Set the kernel and how a CPU multiplies bfloat16; ``products=None`` takes the faster way on this CPU."""
         self.kernel = kernel
         self.products: Products | None = products
 
     def new_caches(self, most: int) -> Callable[[], KVCache]:
-        """Makes empty caches of this process; short sequences are in slots of one pool."""
+        """Return a function that makes empty caches of this process; short sequences are in slots of one pool."""
         if most == 1:
             return self.new_cache
         return partial(KVCache, SlotPool(most))
@@ -78,9 +78,9 @@ class LocalAttention(AttentionCore):
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> LocalPlan:
-        """Slices of the documents, or with a cache those of its newest tokens. ``placement`` says nothing new here.
+        """Return the slices of the documents, or with a cache those of its newest tokens. ``placement`` is not used.
 
-        ValueError when the tokens are not the mask's, ConfigError when no kernel serves the request.
+        Raise ValueError if the tokens are not the mask's, ConfigError if no kernel serves the request.
         """
         chosen = choose_kernel(self.kernel, self._request(mask, shapes))
         kernel, earlier_rows = chosen.name, None
@@ -120,7 +120,7 @@ class LocalAttention(AttentionCore):
                 cache, k_BtKD, v_BtKV, plan.shapes, earlier_rows=plan.earlier_rows, later_rows=plan.later_rows
             )
             if plan.newest is not None:
-                # No slices and no tiles: what surrounds the kernel takes longer than a generated token's attention.
+                # No slices and no tiles: the code around the kernel takes longer than a generated token's attention.
                 out = plan.newest.forward_newest(q_BtHD, k_BtKD, v_BtKV, None, scores=scores, sinks_H=sinks_H)
                 return as_dtype(out, q_BtHD.dtype)
             if not torch.is_grad_enabled():
@@ -132,7 +132,7 @@ class LocalAttention(AttentionCore):
             forward = partial(ops.forward, plan.kernel)
             out, _ = _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, forward, scores)
             return out.view(B, T, H, v_BtKV.shape[3])
-        # Autograd sees tensors among a function's arguments alone, so the table is named beside the scores.
+        # Autograd only sees tensors among a function's arguments, so the table is passed in addition to the scores.
         bias_table = None
         if scores.relative_bias is not None:
             bias_table = scores.relative_bias.table_NH
@@ -142,7 +142,7 @@ class LocalAttention(AttentionCore):
         return out.view(B, T, H, v_BtKV.shape[3])
 
     def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> SequencesPlan:
-        """Sequences in slots are attended to together where they see all keys and the kernel can, others alone."""
+        """Plan to attend to sequences in slots together if they see all keys and the kernel can, to others alone."""
         kernel, together = choose_kernel(self.kernel, self._request(mask, shapes)), None
         sees_all = mask.window is None and not mask.stride and not shapes.rules
         if sees_all and isinstance(kernel, CpuFlashKernel):
@@ -160,7 +160,7 @@ class LocalAttention(AttentionCore):
         scores: Scores | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Output [1, t, H, V] of each token after those of its own cache."""
+        """Return the output [1, t, H, V] of each token after those of its own cache."""
         check_no_gradient(q_BtHD)
         sinks_H = sinks_of(weights)
         if scores is None:
@@ -184,7 +184,7 @@ class LocalAttention(AttentionCore):
         scores: Scores,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """Output [1, t, H, V] of the first tokens of sequences, equally many of each, in one call for all."""
+        """Return the output [1, t, H, V] of the first tokens of sequences, equally many of each, in one call."""
         plan: LocalPlan = alike.of_batch
         q, k, v = alike.rows(q_BtHD), alike.rows(k_BtKD), alike.rows(v_BtKV)
         for n, cache in enumerate(caches):
@@ -208,7 +208,7 @@ class LocalAttention(AttentionCore):
 
 
 def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
-    """The slices of every non-empty document of a mask whose whole sequences lie in this process."""
+    """Return the slices of every non-empty document of a mask; this process holds its full sequences."""
     if mask.key_documents is not None:
         sides = zip(pairwise(mask.documents.bounds), pairwise(mask.key_documents.bounds), strict=True)
         return tuple(AttentionSlice(a, b, c, d) for (a, b), (c, d) in sides if a < b and c < d)
@@ -216,14 +216,14 @@ def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
 
 
 def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[AttentionSlice, ...]:
-    """The newest ``num_queries`` tokens of one document against all of its ``num_keys``, under the mask's rules."""
+    """Return the slices of a document's newest ``num_queries`` tokens against all of its ``num_keys``."""
     before = num_keys - num_queries
     newest = (p._replace(q_start=max(p.q_start, before)) for p in _visible(0, num_keys, mask))
     return tuple(p.shifted(queries=-before) for p in newest if p.q_start < p.q_stop)
 
 
 def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> list[Work]:
-    """What the stride adds to these pieces' windows, on each side that queries see."""
+    """Return the work that the stride adds to these pieces' windows, on each side that queries see."""
     if not mask.stride or mask.window is None:
         return []
     before = strided_work(pieces, mask.window, mask.stride)
@@ -235,7 +235,7 @@ def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> list[Work]:
 
 
 def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSlice]:
-    """What the queries of a document at rows [start, stop) see: the band of the window, then sink tokens beyond it."""
+    """Yield the slices of a document at rows [start, stop): the band of the window, then sink tokens beyond it."""
     if stop <= start:
         return
     window = mask.window
@@ -258,15 +258,15 @@ def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSl
 
 
 def _is_newest(mask: AttentionMask, shapes: AttentionShapes) -> bool:
-    """Whether a single token sees all that its cache stores, and no backward pass follows."""
+    """Return whether a single token sees all rows of its cache, and no backward pass follows."""
     if shapes.cached_tokens is None or shapes.tokens != 1 or torch.is_grad_enabled():
         return False
     return not mask.stride and not mask.sink_tokens and not shapes.rules
 
 
 def _eager(kernel: str, q_BtHD: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The kernel's ``forward``, as an operator only where that serves a trace."""
-    # To call an operator takes about as long as the attention of a generated token.
+    """Return the kernel's ``forward``, as an operator only if that serves a trace."""
+    # Calling an operator takes about as long as the attention of a generated token.
     if type(q_BtHD) is Tensor and on_cpu(q_BtHD):
         return KERNELS[kernel].forward
     return partial(ops.forward, kernel)
@@ -281,7 +281,7 @@ def _attend(
     forward: Callable[..., tuple[Tensor, Tensor]],
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
-    """Output in q's dtype, and log-sum-exp with the sinks in it."""
+    """Return the output in q's dtype, and the log-sum-exp including the sinks."""
     out, lse = attend_work(q, k, v, work, partial(forward, scores=scores))
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
@@ -290,7 +290,7 @@ def _attend(
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd around a kernel whose work holds all there is to see."""
+    """Autograd function around a kernel; its work covers all visible keys."""
 
     @staticmethod
     def forward(
@@ -305,7 +305,7 @@ class _Attention(torch.autograd.Function):
         scores: Scores,
         recompute_cache: RecomputeCache | None,
     ) -> Tensor:
-        """``bias_table`` is the one in ``scores``, named here for autograd."""
+        """Attend, or load the first run's result; ``bias_table`` is the one in ``scores``, passed for autograd."""
         ctx.work, ctx.kernel, ctx.scores = work, kernel, scores
         # In a layer's second run the first one's result is at hand: backward needs it, and no kernel runs again.
         known = None

@@ -1,6 +1,6 @@
-"""AttentionMask: which keys a query sees. A value, nothing computed.
+"""AttentionMask: the keys that a query sees, as a plain value.
 
-Slices of work are made of it in ``local.py`` on one device, and in ``parallel/schedule/bands.py`` across ranks.
+Slices of work are made from it in ``local.py`` on one device, and in ``parallel/schedule/bands.py`` across ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys a query may see: those of its own document, earlier ones alone if ``causal``, near ones if windowed.
+    """Keys that a query may see: those of its own document, only earlier ones if ``causal``, near ones if windowed.
 
-    ``documents`` are those of the whole sequence, also when this process holds only a part of it.
+    ``documents`` are those of the full sequence, also when this process holds only a part of it.
     """
 
     documents: PackedDocuments

@@ -23,7 +23,7 @@ from longctx.model.recompute import RecomputeCache
 
 @dataclass(frozen=True, eq=False)
 class ObservedPlan:
-    """The plan of the layers, and what the observed one is planned by once more."""
+    """Plan of the layers, and the mask and shapes to plan the observed layer once more."""
 
     inner: LocalPlan
     mask: AttentionMask
@@ -31,14 +31,18 @@ class ObservedPlan:
 
 
 class ObservedAttention(AttentionCore):
-    """A core of one process. Of one layer's head it sums the softmax weights of each query over groups of keys.
+    """Core of one process that sums a head's softmax weights of each query over groups of keys, in one layer.
 
-    Weights times values that name the group of a key are those sums. So masks, biases and sinks are the kernel's own,
-    and a matrix of all queries by all keys is never formed. It serves one forward pass of one row, without a cache.
+    Those sums are the weights times one-hot values of the keys' groups. So masks, biases and sinks are the kernel's
+    own, and a matrix of all queries by all keys is never formed. It serves one forward pass of one row, without a
+    cache.
     """
 
     def __init__(self, *, call: int, head: int, groups_T: Tensor) -> None:
-        """``call`` is the layer's number among those of softmax attention, ``groups_T`` the group of each key."""
+        """Observe a head of layer ``call``, its number among those of softmax attention.
+
+        ``groups_T`` is the group of each key.
+        """
         self._inner = LocalAttention()
         # The kernel that takes values of any width.
         self._observer = LocalAttention("blockwise")
@@ -50,13 +54,13 @@ class ObservedAttention(AttentionCore):
         """Whether the mask lets a query see a key of the group."""
 
     def new_cache(self) -> NoReturn:
-        """Raise: a cache's forward passes are several."""
+        """Raise NotImplementedError: with a cache there would be several forward passes."""
         raise NotImplementedError("attention is observed in one forward pass, without a cache")
 
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> ObservedPlan:
-        """The plan of a core of one process, with its mask."""
+        """Return the plan of a core of one process, with its mask."""
         return ObservedPlan(self._inner.plan(mask, shapes, placement), mask, shapes)
 
     def __call__(
@@ -86,12 +90,12 @@ class ObservedAttention(AttentionCore):
         if sinks_H is not None:
             sinks_H = sinks_H[heads].float()
         self.weights_TG = self._sums(q, k, plan, scores.of_heads(head, head + 1), sinks_H)
-        # Of equal scores every key that is seen has a weight, also one whose real weight rounds to 0.
+        # With equal scores every visible key has a weight, also one whose real weight rounds to 0.
         equal = Scores(scale=1.0)
         self.is_seen_TG = self._sums(torch.zeros_like(q), torch.zeros_like(k), plan, equal, None) > 0
 
     def _sums(self, q: Tensor, k: Tensor, plan: ObservedPlan, scores: Scores, sinks_H: Tensor | None) -> Tensor:
-        """The weights of one head's queries, summed over groups of keys, [T, G]."""
+        """Return the weights of one head's queries, summed over groups of keys, [T, G]."""
         v_TG = functional.one_hot(self._groups_T.to(q.device)).to(q.dtype)
         shapes = replace(
             plan.shapes,

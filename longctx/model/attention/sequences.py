@@ -23,22 +23,22 @@ from longctx.model.source import EncodedSource
 
 
 class SequencesCache:
-    """The caches of several sequences, each of which is given new tokens."""
+    """Caches of several sequences, each of which is given new tokens."""
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
         self._caches = list(caches)
 
     @property
     def sources(self) -> list[EncodedSource | None]:
-        """What each sequence reads beside its own tokens."""
+        """Source that each sequence reads besides its own tokens."""
         return [cache.source for cache in self._caches]
 
     def layer(self, number: int) -> list[LayerCache]:
-        """The cache of one layer of each sequence."""
+        """Return the cache of one layer of each sequence."""
         return [cache.layer(number) for cache in self._caches]
 
     def chunk(self, num_tokens: int) -> TokenChunk:
-        """The next token of each sequence."""
+        """Return the next token of each sequence, as one chunk."""
         assert num_tokens == len(self._caches), f"{num_tokens} tokens of {len(self._caches)} sequences"
         return join([cache.chunk(1) for cache in self._caches])
 
@@ -49,9 +49,9 @@ class SequencesCache:
 
 
 def join(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    """The chunks of several sequences as one, of which each process has its tokens of all, one after another."""
+    """Join the chunks of several sequences; each process has its tokens of all of them, one after another."""
     assert len({chunk.is_replicated for chunk in chunks}) == 1, "chunks that are split, and others that are not"
-    # What depends on a sequence alone is asked of its own chunk: where it starts, and where its keys are.
+    # Properties of a single sequence are read from its own chunk: where it starts, and where its keys are.
     return TokenChunk(
         start=0,
         num_tokens=sum(chunk.num_tokens for chunk in chunks),
@@ -63,7 +63,7 @@ def join(chunks: Sequence[TokenChunk]) -> TokenChunk:
 
 
 class SequencesCore:
-    """Lets a core attend for each sequence of a chunk, with its own cache."""
+    """Core that attends for each sequence of a chunk, with its own cache."""
 
     def __init__(self, core: AttentionCore, chunks: tuple[TokenChunk, ...]) -> None:
         self._core = core
@@ -72,7 +72,7 @@ class SequencesCore:
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> Plan:
-        """The plan of all sequences; each one's chunk says where its keys are."""
+        """Return the plan of all sequences; each one's chunk says where its keys are."""
         return self._core.plan_each(mask, shapes, self._chunks)
 
     def __call__(
@@ -87,7 +87,7 @@ class SequencesCore:
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Output [B, t, H, V]; ``cache`` holds a ``LayerCache`` for each sequence."""
+        """Return the output [B, t, H, V]; ``cache`` holds a ``LayerCache`` for each sequence."""
         return self._core.attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=cache, scores=scores, weights=weights)
 
 

@@ -1,4 +1,4 @@
-"""Slots: memory in which the keys of several short sequences lie side by side, so that one call attends for all.
+"""Slots: memory in which the keys of several short sequences are adjacent, so that one call attends for all.
 
 Axes: N slots, s rows of a slot, K key/value heads, D query/key head size, V value head size, n tokens.
 """
@@ -24,7 +24,7 @@ class Slot(NamedTuple):
 
 
 class SlotPool:
-    """As many slots as sequences are under way together, in every layer."""
+    """Slots for the sequences that are generated together, in every layer."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -32,7 +32,7 @@ class SlotPool:
         self._layers: dict[int, SlotLayer] = {}
 
     def take(self) -> Slot | None:
-        """The first slot that is free; None where there is none."""
+        """Return the first free slot, or None if there is none."""
         if not self._free:
             return None
         number = min(self._free)
@@ -40,12 +40,12 @@ class SlotPool:
         return Slot(self, number)
 
     def give_back(self, slot: Slot) -> None:
-        """Let another sequence have the slot."""
+        """Release the slot for another sequence."""
         assert slot.number not in self._free, f"slot {slot.number} is free already"
         self._free.append(slot.number)
 
     def layer(self, number: int) -> SlotLayer:
-        """The rows of one layer."""
+        """Return the rows of one layer."""
         if number not in self._layers:
             self._layers[number] = SlotLayer(self.num_slots)
         return self._layers[number]
@@ -61,7 +61,7 @@ class SlotLayer:
         self._values: Tensor | None = None
 
     def make_ready(self, stop: int, keys: Tensor, values: Tensor | None) -> None:
-        """Give every slot rows before ``stop``, for keys [… K, D] and values [… K, V] like these."""
+        """Make all rows before ``stop`` ready in every slot, for keys [… K, D] and values [… K, V] like these."""
         if self._keys is None:
             # Rows take memory when they are made ready, not before.
             self._keys = keys.new_empty(self._num_slots, SLOT_TOKENS, keys.shape[-2], keys.shape[-1])
@@ -77,7 +77,7 @@ class SlotLayer:
         self._num_ready = ready.stop
 
     def of_slot(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """The memory of one slot, [1, s, K, D] and [1, s, K, V]."""
+        """Return the memory of one slot, [1, s, K, D] and [1, s, K, V]."""
         assert self._keys is not None, "no rows are ready"
         own = slice(number, number + 1)
         values = None
@@ -94,7 +94,7 @@ class SlotLayer:
             self._values.index_put_((slots_n, rows_n), v_nKV)
 
     def first_rows(self, slots: slice | Tensor, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Rows before ``stop`` of these slots."""
+        """Return the rows before ``stop`` of these slots."""
         assert self._keys is not None, "no rows are ready"
         values = None
         if self._values is not None:
@@ -109,7 +109,7 @@ def _take(x_NsKX: Tensor, slots: slice | Tensor, stop: int) -> Tensor:
 
 
 def as_range(numbers: list[int]) -> slice | Tensor:
-    """Slots in this order: a range where they are one, else an index."""
+    """Return slots in this order, as a range if they form one, else as an index."""
     if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return slice(numbers[0], numbers[0] + len(numbers))
     return torch.tensor(numbers)

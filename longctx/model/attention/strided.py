@@ -1,9 +1,9 @@
 """Sparse attention (Child et al., arXiv 1904.10509): a window, and before it every ``stride``-th token, in one softmax.
 
-Tokens whose indices in their document are equal modulo the stride are a *class*. What a query sees before its window is
-the part of its class that lies at least ``reach`` tokens back, the first multiple of the stride that is no less than
-the window. With rows sorted by class that is causal attention within runs of neighbours: any kernel computes it, on
-gathered rows, in proportion to what is seen. Its result joins the window's by their log-sum-exps.
+Tokens with equal indices modulo the stride, counted in their document, are a *class*. Before its window a query sees
+the part of its class that is at least ``reach`` tokens back, the first multiple of the stride that is no less than the
+window. With rows sorted by class that is causal attention within runs of neighbours: any kernel computes it, on
+gathered rows, in time proportional to the visible keys. Its result joins the window's by their log-sum-exps.
 
 Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size,
 n and m rows that are gathered.
@@ -35,26 +35,26 @@ class Piece(NamedTuple):
 
 
 def reach(window: int, stride: int) -> int:
-    """Tokens from a query back to the nearest one of its class outside of its window."""
+    """Return the distance in tokens from a query back to the nearest one of its class outside of its window."""
     return -(-window // stride) * stride
 
 
 def whole_documents(cu_seqlens: tuple[int, ...]) -> list[Piece]:
-    """All documents of a sequence that lies in one process."""
+    """Return all documents of a sequence that one process holds, as pieces."""
     return [Piece(query_row=a, key_row=a, tokens=b - a, first_query=0) for a, b in pairwise(cu_seqlens)]
 
 
 def continuation(num_queries: int, num_keys: int) -> list[Piece]:
-    """The newest ``num_queries`` tokens of one document."""
+    """Return the newest ``num_queries`` tokens of one document, as a piece."""
     before = num_keys - num_queries
     # The document's first token would stand so many rows before the first query that is here.
     return [Piece(query_row=-before, key_row=0, tokens=num_keys, first_query=before)]
 
 
 def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | None:
-    """What these queries see before their windows; None when that is nothing.
+    """Return the work of these queries before their windows; None if there is none.
 
-    Only rows with work are named. A class whose queries are all there has as many queries as keys: plain causal.
+    Only rows with work are named. If all queries of a class are present, it has as many queries as keys: plain causal.
     """
     back = reach(window, stride)
     queries: list[Tensor] = []
@@ -79,9 +79,9 @@ def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | No
 
 
 def strided_ahead(before: Work) -> Work:
-    """What the queries of whole documents see ahead of their windows, if attention is of both sides.
+    """Return the work of the queries of complete documents ahead of their windows, for bidirectional attention.
 
-    ``before`` is what they see before them: who sees whom, and who is seen, change places.
+    ``before`` is their work before the windows: queries and keys change places.
     """
     mirrored = [part.mirrored() for part in table_slices(before.slices)]
     return Work(before.key_rows, before.query_rows, slice_table(mirrored))
@@ -92,7 +92,7 @@ def _arange(indices: range) -> Tensor:
 
 
 def _newest(q_start: int, q_stop: int, k_start: int, k_stop: int, back: int, stride: int) -> AttentionSlice:
-    """The newest queries of a class and its keys; the last of each are ``back`` tokens apart."""
+    """Return the slice of a class's newest queries and its keys; the last of each are ``back`` tokens apart."""
     # The offset solves stride·(i − j) + offset = back for the last rows, where i − j = apart.
     apart = q_stop - k_stop
     return AttentionSlice(q_start, q_stop, k_start, k_stop, lo=apart, step=stride, offset=back - stride * apart)

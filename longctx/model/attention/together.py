@@ -24,7 +24,7 @@ from longctx.model.attention.slots import SLOT_TOKENS, Slot, SlotLayer, as_range
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Together:
-    """Tokens whose sequences are in slots of one pool."""
+    """Plan for tokens of sequences that are in slots of one pool."""
 
     kernel: CpuFlashKernel
     tokens: tuple[int, ...]
@@ -45,7 +45,7 @@ class Together:
 
     @classmethod
     def build(cls, kernel: CpuFlashKernel, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> Together | None:
-        """The plan of single tokens that are in slots with what comes before them; None for less than two of them."""
+        """Build the plan of single tokens with all earlier rows in their slots; None for fewer than two of them."""
         if any(chunk.num_tokens != 1 for chunk in chunks):
             return None
         in_slots = [
@@ -87,7 +87,7 @@ class Together:
         scores: Scores,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """Output [1, n, H, V] of these tokens, which join their caches."""
+        """Add these tokens to their caches, and return their output [1, n, H, V]."""
         # Keys are stored first: a token sees itself.
         q_nHD, k_nKD, v_nKV = self._take(q_BtHD), self._take(k_BtKD), self._take(v_BtKV)
         pool, stored_nKV = pool_of([caches[token] for token in self.tokens]), None
@@ -109,7 +109,7 @@ class Together:
 
 
 def pool_of(buffers: Sequence[LayerCache]) -> SlotLayer:
-    """The memory of which all of these buffers are slots; each counts a row that is put there."""
+    """Return the memory that all of these buffers are slots of, and count one more row in each."""
     pool = buffers[0].slots
     assert pool is not None, "rows that are in no slot"
     for buffer in buffers:
@@ -120,7 +120,7 @@ def pool_of(buffers: Sequence[LayerCache]) -> SlotLayer:
 
 @dataclass(frozen=True, eq=False)
 class Alike:
-    """The plan of sequences that begin with equally many tokens, as the rows of one batch."""
+    """Plan of sequences that begin with equally many tokens, as the rows of one batch."""
 
     num_sequences: int
     of_batch: Any
@@ -130,7 +130,7 @@ class Alike:
     def build(
         cls, core: PassCore, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]
     ) -> Alike | None:
-        """The plan of these chunks, None where one has another length, or follows what is cached."""
+        """Build the plan of these chunks; None if their lengths differ, or if one follows cached tokens."""
         lengths = {(chunk.start, chunk.num_tokens, chunk.later_tokens) for chunk in chunks}
         start, num_tokens, later_tokens = next(iter(lengths))
         if len(lengths) > 1 or start or num_tokens == 1 or len(chunks) == 1:
@@ -139,13 +139,13 @@ class Alike:
         return cls(len(chunks), core.plan(mask, replace(shapes, **batch), None))
 
     def rows(self, x_BtHX: Tensor) -> Tensor:
-        """The tokens [1, t, H, X] of all sequences as rows of a batch."""
+        """View the tokens [1, t, H, X] of all sequences as rows of a batch."""
         return x_BtHX.unflatten(1, (self.num_sequences, -1))[0]
 
 
 @dataclass(frozen=True, eq=False)
 class SequencesPlan:
-    """Which sequences are attended to together, and which alone."""
+    """Plan that splits sequences into those attended to together and those attended to alone."""
 
     alike: Alike | None
     """The plan of all of them, where they are alike; there is no other then."""
@@ -163,7 +163,7 @@ class SequencesPlan:
         chunks: Sequence[TokenChunk],
         together: Together | None,
     ) -> SequencesPlan:
-        """The plan of all sequences, of which some are together."""
+        """Build the plan of all sequences, of which some are together."""
         alike = Alike.build(core, mask, shapes, chunks)
         if alike is not None:
             return cls(alike, None, None, None)
@@ -173,16 +173,16 @@ class SequencesPlan:
         others = [sequence for sequence in range(len(chunks)) if sequence not in tokens]
         alone = None
         if others:
-            # On one process a plan depends on lengths alone.
+            # On one process a plan depends on lengths only.
             alone = plan_alone(core, mask, shapes, chunks, others, has_placement=False)
         order_t = None
-        # Where some are together, each sequence has one token.
+        # If some are together, each sequence has one token.
         if tokens + others != list(range(len(chunks))):
             order_t = torch.tensor(tokens + others).argsort()
         return cls(None, together, alone, order_t)
 
     def in_order(self, outs: Sequence[Tensor]) -> Tensor:
-        """The results of both parts, [1, t, H, V], in the order of the tokens."""
+        """Return the results of both parts, [1, t, H, V], in the order of the tokens."""
         out = outs[0]
         if len(outs) > 1:
             out = torch.cat(list(outs), dim=1)

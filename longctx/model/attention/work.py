@@ -1,4 +1,4 @@
-"""Work: which query rows meet which key rows, and in which slices; dense, windowed and strided work are entries alike.
+"""Work: query rows, the key rows that they meet, and slices; dense, windowed and strided work have one form.
 
 A process computes a list of entries over the same keys. The first covers every query row it is handed; the results of
 the others are merged into that one, in order.
@@ -37,9 +37,9 @@ def attend_work(
     work: Sequence[Work],
     forward: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, t, H, V] and log-sum-exp [B, t, H] of all entries together, as the kernel gives them.
+    """Return output [B, t, H, V] and log-sum-exp [B, t, H] of all entries together, as the kernel gives them.
 
-    ``forward(q, k, v, slices)`` is a kernel's, its scores given.
+    ``forward(q, k, v, slices)`` is a kernel's, with its scores bound.
     """
     # The first entry covers every row, so its result is the one that the others are merged into.
     out, lse = _forward_entry(q_BtHD, k_BsKD, v_BsKV, work[0], forward)
@@ -59,10 +59,10 @@ def attend_work_backward(
     work: Sequence[Work],
     backward: Callable[..., Gradients],
 ) -> Gradients:
-    """The sum of the entries' gradients, given the *global* output and log-sum-exp of every query row.
+    """Return the sum of the entries' gradients, given the *global* output and log-sum-exp of every query row.
 
-    ``backward(dout, q, k, v, out, lse, slices)`` is a kernel's, its scores given. An entry adds to each row once, so
-    sums have one order.
+    ``backward(dout, q, k, v, out, lse, slices)`` is a kernel's, with its scores bound. An entry adds to each row once,
+    so sums have one order.
     """
     total: Gradients | None = None
     for query_rows, key_rows, slices in work:
@@ -91,7 +91,7 @@ def _forward_entry(
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:
-    """The given rows: a view of a range, a copy of gathered ones."""
+    """Return the given rows: a view of a range, a copy of gathered ones."""
     if rows is EVERY_ROW:
         return x
     if isinstance(rows, slice):

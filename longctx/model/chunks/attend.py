@@ -1,6 +1,4 @@
-"""Attention of all tokens, a group of heads at a time, and its backward: what a layer's own and cross attention
-share.
-"""
+"""Attention of all tokens, a group of heads at a time, and its backward: for a layer's own and for cross attention."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ class Projected(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Attention of all tokens."""
+    """Result of attention for all tokens."""
 
     out: ByGroups
     caches: list[RecomputeCache]
@@ -38,7 +36,7 @@ Attend = Callable[[int, Sequence[Tensor], RecomputeCache | None], Tensor]
 
 
 def attend_by_groups(store: ChunkStore, projected: Projected, attend: Attend, *, trains: bool, frees: bool) -> Attended:
-    """Attention; ``frees`` what it reads."""
+    """Attend, a group of heads at a time; with ``frees`` release the values once they are read."""
     outs: list[Stored] = []
     caches: list[RecomputeCache] = []
     for group, qkv in enumerate(groups_in_turn(projected, frees=frees)):
@@ -59,7 +57,7 @@ def attend_backward(
     differentiate: Differentiate,
     attend: Attend,
 ) -> Projected:
-    """The gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     groups = len(attended.caches)
     sums = [_GroupSums(store, of_kind, groups) for of_kind in projected]
     arriving = groups_in_turn([projected.q, projected.k, projected.v, dout], frees=True)
@@ -70,9 +68,9 @@ def attend_backward(
         with torch.enable_grad(), cache:
             inputs = leaves(values)
             out_BtHV = attend(group, inputs, cache)
-            # The cache gives back what the core saved, so this computes no attention a second time.
+            # The cache returns the tensors that the core saved, so this computes no attention a second time.
             found = differentiate([out_BtHV], inputs, [dout_BtHV])
-        # In the next group's turn nothing is left of this one's but its gradients.
+        # In the next group's turn only the gradients of this one are left.
         values.clear()
         del inputs, out_BtHV, dout_BtHV
         for of_kind, gradient in zip(sums, found, strict=True):
@@ -81,7 +79,7 @@ def attend_backward(
 
 
 class _GroupSums:
-    """The gradients of queries, keys or values: those of groups that read one place are added up."""
+    """Gradients of queries, keys or values: those of groups that read one place are added up."""
 
     def __init__(self, store: ChunkStore, values: ByGroups, groups: int) -> None:
         self.stored: list[Stored] = []
@@ -89,7 +87,7 @@ class _GroupSums:
         self._total: Tensor | None = None
 
     def add(self, group: int, gradient: Tensor) -> None:
-        """Add a group's; groups come in order."""
+        """Add a group's gradient; groups come in order."""
         assert gradient is not None, "a core's backward owes q, k and v a gradient each"
         dtype = gradient.dtype
         if self._total is not None:

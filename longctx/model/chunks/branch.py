@@ -1,9 +1,9 @@
 """A second residual stream that begins where another one ends, a chunk of tokens at a time.
 
     forward     chunks: join(norm(x), y)                ->  the values of the branch; x goes on to the head
-    backward    chunks: norm and join again, backward   ->  the gradient of y, and x's share beside the head's
+    backward    chunks: norm and join again, backward   ->  the gradient of y, and x's share besides the head's
 
-The head writes its gradient in the place of x, so the branch keeps x by itself.
+The head writes its gradient in the place of x, so the branch keeps x of its own.
 
 Axes: B rows, t tokens of this rank, c of a chunk, M model width.
 """
@@ -35,9 +35,10 @@ def branch_off(
     join: Join,
     weights: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Begin a branch behind the last layer of a stream: the stream's handle, and the branch's.
+    """Begin a branch behind the last layer of a stream; return the stream's handle and the branch's.
 
-    ``weights`` are those that ``norm`` and ``join`` read. The stream's handle has to go on to what gives it a gradient.
+    ``weights`` are those that ``norm`` and ``join`` read. The stream's handle must go on to a function that gives it a
+    gradient.
     """
     return _BranchOff.apply(handle, entering_BtM, _Branch(stream, branch, norm, join), *weights)
 
@@ -70,13 +71,13 @@ class _Branch:
             self.kept = [kept, store.put(entering_BtM)]
 
     def backward(self, differentiate: Differentiate) -> Tensor:
-        """Add the branch's share to the stream's gradient; returns the gradient of what entered."""
+        """Add the branch's share to the stream's gradient; return the gradient of the entering values."""
         x, entering = self.kept
         self.kept = []
         dfirst, dx = self.branch.take_gradient(), self.stream.take_gradient()
         dentering: Stored | None = None
         for tokens, (dfirst_BcM, dx_BcM, x_BcM, entering_BcM) in in_turn(self.stream.chunks, [dfirst, dx, x, entering]):
-            # The norm and the join a second time cost less than to keep what their backward reads.
+            # Computing the norm and the join again costs less than keeping the values that their backward reads.
             with torch.enable_grad():
                 inputs = leaves([x_BcM, entering_BcM])
                 own_BcM, entering_BcM = differentiate([self._first(inputs[0], inputs[1])], inputs, [dfirst_BcM])
@@ -94,7 +95,7 @@ class _Branch:
 
 
 class _BranchOff(torch.autograd.Function):
-    """Both handles lead here in backward, so the head's gradient is there when the branch's arrives."""
+    """Autograd function of both handles, so that in backward the head's gradient precedes the branch's."""
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, entering_BtM: Tensor, branch: _Branch, *weights: Tensor):

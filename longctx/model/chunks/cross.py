@@ -1,11 +1,11 @@
-"""Cross attention of a layer whose tokens are worked through by chunks.
+"""Cross attention of a layer that processes its tokens by chunks.
 
 forward     chunks: attention added, norm, projection  ->  queries
-            the source, whole: projections             ->  keys, values
+            the full source: projections               ->  keys, values
             head groups: attention                     ->  heads' outputs
 backward    head groups: attention's backward
             chunks: the queries' backward              ->  more of the gradients of the layer's input and of attention
-            the source, whole: its projections'        ->  its gradient
+            the full source: its projections'          ->  its gradient
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from longctx.model.recompute import RecomputeCache
 
 
 class ChunkedCross:
-    """The cross attention of one layer in one forward pass and its backward."""
+    """Cross attention of one layer in one forward pass and its backward."""
 
     def __init__(self, stream: ResidualStream, parts: LayerParts, call: CrossCall, *, trains: bool) -> None:
         assert isinstance(parts.block, CrossBlock), "a layer that reads no source"
@@ -35,7 +35,7 @@ class ChunkedCross:
         self.block: CrossBlock = parts.block
 
     def forward(self, x: Stored, attended: Attended) -> Attended:
-        """Cross attention of the layer's input and its own attention's output."""
+        """Compute cross attention from the layer's input and its own attention's output."""
         projected = self._project(x, attended, self.call.source.hidden_BsM.detach())
         return attend_by_groups(self.stream.store, projected, self._attend, trains=self.trains, frees=True)
 
@@ -49,10 +49,10 @@ class ChunkedCross:
         douts: Sequence[ByGroups],
         differentiate: Differentiate,
     ) -> None:
-        """Add to ``dx``, and to the gradient of attention's output, what goes through cross attention's queries.
+        """Add the gradient through cross attention's queries to ``dx`` and to that of attention's output.
 
-        ``douts`` are the gradients of both attentions' outputs. What goes through keys and values is added to that of
-        the source, a leaf that ``differentiate`` knows, and of the weights.
+        ``douts`` are the gradients of both attentions' outputs. The gradient through keys and values is added to that
+        of the source, a leaf that ``differentiate`` knows, and of the weights.
         """
         stream = self.stream
         projected = self._project(x, attended, source_BsM.detach())
@@ -65,7 +65,7 @@ class ChunkedCross:
                 more_dx, more_dheads = differentiate([q_BcHD], inputs, [dq_BcHD])
             dx.write(tokens, more_dx.add_(dx_BcM))
             douts[0].write(tokens, more_dheads.add_(dheads_BcHV))
-        # Its chunks are gone by now: what is left to do is the source's, once for all of them.
+        # Its chunks are gone by now: only the source's backward is left, once for all of them.
         with torch.enable_grad():
             differentiate(self.block.source_keys(source_BsM), [], [dk.whole().wait(), dv.whole().wait()])
 
@@ -74,12 +74,12 @@ class ChunkedCross:
         return self.call.core(*qkv, plan=self.call.plan, scores=self.call.scores, recompute_cache=cache)
 
     def _queries(self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice) -> Tensor:
-        """Queries of a chunk, of all heads."""
+        """Return the queries of a chunk, of all heads."""
         draws, run = self.parts.draws_of(tokens), self.parts.call.run
         return run(CrossBlock.before_cross, self.block, x_BcM, heads_BcHV, draws, False)[1]
 
     def _project(self, x: Stored, attended: Attended, source_BsM: Tensor) -> Projected:
-        """Queries of the tokens, keys and values of the source."""
+        """Return queries of the tokens, keys and values of the source."""
         stream, q = self.stream, None
         for tokens, (x_BcM, heads_BcHV) in in_turn(stream.chunks, [x, attended.out]):
             q_BcHD = self._queries(x_BcM, heads_BcHV, tokens)
@@ -87,7 +87,7 @@ class ChunkedCross:
             q.write(tokens, q_BcHD)
         assert q is not None
         sides: list[ByGroups] = []
-        # A source is whole here, as the encoder left it: its keys and values are cut by heads alone.
+        # All of the source is here, as the encoder left it: its keys and values are cut by heads only.
         for x_BsKD in self.block.source_keys(source_BsM):
             groups = x_BsKD.chunk(groups_of(x_BsKD.shape[2], stream.head_groups), dim=2)
             sides.append(ByGroups([stream.store.put(group.contiguous()) for group in groups]))

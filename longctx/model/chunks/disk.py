@@ -1,4 +1,4 @@
-"""The store of a layer by chunks on a disk: of all tokens, the memory holds the chunks that are being computed."""
+"""Store of a layer by chunks on a disk: memory holds only the chunks that are being computed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _UNDER_WAY = 4
 
 
 class Disk:
-    """A ``SwapFile`` whose places are used again when nobody reads them any more."""
+    """``SwapFile`` that reuses its places once they are no longer read."""
 
     def __init__(self, folder: Path) -> None:
-        """OSError where the folder cannot be written."""
+        """Open the file; raise OSError if the folder cannot be written."""
         self.file = SwapFile(folder)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="store")
         """One after another: a piece is written before it is read."""
@@ -34,26 +34,30 @@ class Disk:
         self._numbers = itertools.count()
 
     def take(self, num_bytes: int) -> str:
-        """A place for so many bytes."""
+        """Return a place for ``num_bytes`` bytes."""
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
         return f"{num_bytes} bytes, {next(self._numbers)}"
 
     def give_back(self, num_bytes: int, place: str) -> None:
-        """Let another piece have the place."""
+        """Release the place for another piece."""
         self._free[num_bytes].append(place)
 
     def write(self, place: str, parts: Sequence[Tensor], ready: Callable[[], None]) -> None:
-        """Start to write memory of the host, part after part, once ``ready`` returns. OSError for an earlier piece's
-        trouble."""
+        """Start to write memory of the host, part after part, once ``ready`` returns.
+
+        Raise OSError if the write of an earlier piece failed.
+        """
         written = self._written[place] = self.worker.submit(self._write, place, parts, ready)
         self._leaving.append(written)
         while len(self._leaving) > _UNDER_WAY:
             self._leaving.popleft().result()
 
     def reader(self, place: str) -> Callable[[Sequence[Tensor]], None]:
-        """Return what reads the place, as it is written so far, into parts of the host's memory, in the worker. It
-        raises OSError where the place could not be read, or not written."""
+        """Return a function that reads the place, as it is written so far, into parts of the host's memory.
+
+        It runs in the worker, and raises OSError if the place could not be read, or not written.
+        """
         # Now: a write of the place that is submitted later would wait in the worker behind this very read.
         written = self._written[place]
 
@@ -72,15 +76,15 @@ class Disk:
 
 @cache
 def disk_in(folder: str) -> Disk:
-    """This process's file in the folder."""
+    """Return this process's file in the folder."""
     return Disk(Path(folder))
 
 
 class DiskStore:
-    """Values lie on a disk; a thread reads and writes them while others are computed."""
+    """Store of values on a disk; a thread reads and writes them while others are computed."""
 
     def __init__(self, disk: Disk, copies: Copies, chunks: Sequence[slice]) -> None:
-        """Values of all tokens are read in these ``chunks``, or whole."""
+        """Create the store; values of all tokens are read in these ``chunks``, or all at once."""
         self.disk, self.copies, self.chunks = disk, copies, chunks
         self.leaving = Leaving(copies)
 
@@ -130,7 +134,7 @@ class OnDisk:
         return self.whole().wait()
 
     def _bring(self, tokens: slice, pieces: Sequence[slice]) -> FromDisk:
-        """Start to bring the values of some tokens, which are these pieces, to the device."""
+        """Start to bring the values of some tokens, in these pieces, to the device."""
         values = torch.empty(
             of_tokens(self._shape, tokens.stop - tokens.start), dtype=self._dtype, device=self._store.copies.device
         )
@@ -141,7 +145,7 @@ class OnDisk:
         return FromDisk(self._store, values, readers)
 
     def __del__(self) -> None:
-        # What is still to be read of these places is read before another piece is written to them.
+        # Pending reads of these places are done before another piece is written to them.
         for num_bytes, place in self._places.values():
             self._store.disk.give_back(num_bytes, place)
 
@@ -150,7 +154,7 @@ class FromDisk:
     """Values on their way from a disk."""
 
     def __init__(self, store: DiskStore, values: Tensor, readers: Sequence[tuple[Tensor, Callable]]) -> None:
-        # From here: what is computed while the disk is read has nothing to do with the memory of these values.
+        # From here: computation while the disk is read does not use the memory of these values.
         computed = store.copies.computed()
         self._job: Future[FromHost] = store.disk.worker.submit(_bring, store.copies, values, readers, computed)
 
@@ -177,4 +181,4 @@ def _bring(copies: Copies, values: Tensor, readers: Sequence[tuple[Tensor, Calla
 
 
 def _nothing() -> None:
-    """What lies in the host's memory already is waited for by nobody."""
+    """Return at once: values in the host's memory already need no wait."""

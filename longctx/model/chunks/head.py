@@ -1,4 +1,4 @@
-"""The final norm, the head and the loss, a chunk of tokens at a time: hidden states are never whole.
+"""The final norm, the head and the loss, a chunk of tokens at a time, without forming all hidden states.
 
 Axes: B rows, t tokens of this rank, c of a chunk, M model width, V vocabulary.
 """
@@ -28,13 +28,13 @@ def chunked_loss_sums(
     targets_Bt: Tensor,
     calls: HeadCalls,
 ) -> tuple[Tensor, Tensor]:
-    """``loss_sums`` of the residual stream behind the last layer, whose last ``norm`` is applied here."""
+    """Return ``loss_sums`` of the residual stream behind the last layer; its last ``norm`` is applied here."""
     head = ChunkedHead(stream, norm, targets_Bt, calls, trains=torch.is_grad_enabled())
     return _HeadLoss.apply(handle, head, weight_VM, bias_V, *head.norm_weights)
 
 
 class ChunkedHead:
-    """The loss of one forward pass, and the gradients of its sum."""
+    """Loss of one forward pass, and the gradients of its sum."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ChunkedHead:
         """Of each chunk, for the same."""
 
     def forward(self, weight_VM: Tensor, bias_V: Tensor | None) -> Tensor:
-        """Both sums [2] in float64. The gradient takes the place of the residual stream."""
+        """Return both sums [2] in float64. The gradient takes the place of the residual stream."""
         stream, trains_weight = self.stream, self.trains and weight_VM.requires_grad
         # A sum of all rows may be the largest tensor of a run; that of some needs their logits a second time.
         by_rows = trains_weight and bias_V is None and is_summed_by_rows(weight_VM.numel())
@@ -92,7 +92,7 @@ class ChunkedHead:
         return sums
 
     def gradient_by_rows(self, weight_VM: Tensor, factor: Tensor) -> Tensor | None:
-        """The weight's gradient times the ``factor``, some rows after the others; None if forward has its sum."""
+        """Return the weight's gradient times ``factor``, computed by blocks of rows; None if forward has its sum."""
         if self.hidden is None:
             return None
         hidden, self.hidden = self.hidden, None
@@ -133,7 +133,7 @@ class ChunkedHead:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Forward computes the gradients along with the loss, as ``loss_sums`` does; backward brings their factor."""
+    """Autograd function of the loss: forward also computes the gradients, as in ``loss_sums``; backward scales them."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx.head, ctx.weight_dtype = head, weight_VM.dtype
         by_rows = None if head.hidden is None else weight_VM
         ctx.save_for_backward(by_rows, head.dweight_VM, head.dbias_V, *head.norm_sums.results())
-        # Held by the graph alone, which lets go of it before the layers' backward: it may be the largest tensor of all.
+        # Held by the graph only, which releases it before the layers' backward: it may be the largest tensor of all.
         head.dweight_VM = None
         ctx.mark_non_differentiable(sums[1])
         return sums

@@ -1,7 +1,7 @@
 """``ByGroups``: values of all tokens and heads, each group of heads in a place of its own.
 
-Chunks are read and written with all their heads, groups with all their tokens. Of keys and values there may be fewer
-heads than groups; then neighbouring groups read one place.
+Chunks are read and written with all their heads, groups with all their tokens. Keys and values may have fewer heads
+than groups; then neighbouring groups read one place.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class ByGroups:
     """Values [B, t, H, …] of all heads, or their gradients."""
 
     def __init__(self, groups: Sequence[Stored]) -> None:
-        """``groups`` are equally many neighbouring heads each, in order."""
+        """Set the groups, each of equally many neighbouring heads, in order."""
         self._groups: list[Stored | None] = list(groups)
 
     @classmethod
     def empty(cls, store: ChunkStore, num_tokens: int, like: Tensor, groups: int) -> ByGroups:
-        """Places for so many tokens; ``like`` [B, c, H, …] are the values of a few."""
+        """Create places for ``num_tokens`` tokens; ``like`` [B, c, H, …] are the values of a few."""
         return cls([store.empty(num_tokens, part) for part in like.chunk(groups_of(like.shape[2], groups), dim=2)])
 
     def write(self, tokens: slice, x: Tensor) -> None:
@@ -41,20 +41,20 @@ class ByGroups:
         return _AllHeads([_there(group).whole() for group in self._groups])
 
     def group(self, number: int, groups: int) -> Arriving:
-        """Start to bring the values [B, t, h, …] that one of so many groups reads to the device."""
+        """Start to bring the values [B, t, h, …] that group ``number`` of ``groups`` reads to the device."""
         return _there(self._groups[self._place(number, groups)]).whole()
 
     @property
     def num_places(self) -> int:
-        """Places that there are, or were."""
+        """Number of places, including those given back."""
         return len(self._groups)
 
     def is_last(self, number: int, groups: int) -> bool:
-        """Whether no later one of so many groups reads the same place."""
+        """Return whether no group after group ``number`` of ``groups`` reads the same place."""
         return self._place(number, groups) != self._place(number + 1, groups)
 
     def free(self, number: int, groups: int) -> None:
-        """Give back what one of so many groups has read, if nobody reads it any more."""
+        """Give back the place that group ``number`` of ``groups`` has read, if no later group reads it."""
         if self.is_last(number, groups):
             self._groups[self._place(number, groups)] = None
 
@@ -76,15 +76,15 @@ class _AllHeads:
 
 
 def groups_in_turn(values: Sequence[ByGroups], *, frees: bool) -> Iterator[list[Tensor]]:
-    """The values [B, t, h, …] of each group on the device, while the next group's are on their way.
+    """Yield the values [B, t, h, …] of each group on the device, while the next group's are on their way.
 
-    ``frees`` gives back the place of a group whose values are here: nobody reads it a second time.
+    With ``frees`` a group's place is given back when its values are here: it is not read a second time.
     """
     groups = max(of_all.num_places for of_all in values)
     arriving = [of_all.group(0, groups) for of_all in values]
     for number in range(groups):
         arrived = [group.wait() for group in arriving]
-        # What has arrived is held here alone.
+        # The arrived values are held only here.
         arriving.clear()
         for of_all in values:
             if frees:

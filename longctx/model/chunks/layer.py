@@ -8,8 +8,8 @@
                 head groups: attention's backward
                 chunks: projections' backward    ->  the gradient of the layer's input
 
-What passes between these lines are values of all tokens: they lie in a store. On the device are those of one chunk, or
-of one group of heads. Attention is the same core with the same schedule as for a whole layer, with fewer heads.
+Values of all tokens, which pass between these lines, are in a store. On the device are those of one chunk, or of one
+group of heads. Attention is the same core with the same schedule as for a layer without chunks, with fewer heads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _KEPT_OF_EXPERTS: dict[Keep, Keep] = {"all": "attention", "attention": "attentio
 def chunked_layer(
     stream: ResidualStream, block: Block, handle: Tensor, table: RotaryTable | None, call: Call
 ) -> tuple[Tensor, ...]:
-    """Run the stream through a layer: the next handle, and the statistics of its router (a dense layer has none)."""
+    """Run the stream through a layer; return the next handle and the router's statistics (a dense layer has none)."""
     parts = LayerParts(block, table, call, stream.num_tokens)
     layer = ChunkedLayer(stream, parts, trains=torch.is_grad_enabled())
     bias, table_NH, source_BsM = call.scores.relative_bias, None, None
@@ -56,7 +56,7 @@ def chunked_layer(
 
 
 class _Layer(torch.autograd.Function):
-    """The layer's weights are arguments: each gets its gradient once, when the last chunk is through."""
+    """Autograd function of the layer; each weight is an argument and gets its gradient once, after the last chunk."""
 
     @staticmethod
     def forward(
@@ -73,7 +73,7 @@ class _Layer(torch.autograd.Function):
         ctx.save_for_backward(table_NH, source_BsM, *weights)
         stats = layer.forward()
         if stats:
-            # Of a custom function all outputs would have a gradient.
+            # By default all outputs of a custom function have a gradient.
             counted = RouterStats.from_tensors(stats)
             ctx.mark_non_differentiable(counted.counts_SE, *counted.diagnostics)
         return handle.new_empty(0), *stats
@@ -82,7 +82,7 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dhandle: Tensor, *dstats: Tensor | None):  # type: ignore[override]
         inputs = list(ctx.saved_tensors)
-        # What is no weight of the layer has a history, which is not the layer's to go through.
+        # Inputs that are not weights of the layer have a history, which the layer must not go through.
         for number in range(2):
             if inputs[number] is not None:
                 inputs[number] = inputs[number].detach().requires_grad_()
@@ -96,7 +96,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _with_table(scores: Scores, table_NH: Tensor | None) -> Scores:
-    """The scores with this table of a learned bias, where they have one."""
+    """Return the scores with this table of a learned bias, if they have one."""
     if scores.relative_bias is None or table_NH is None:
         return scores
     return replace(scores, relative_bias=replace(scores.relative_bias, table_NH=table_NH))
@@ -120,7 +120,7 @@ class ChunkedLayer:
         """Of each chunk: its tokens go to the same experts in both runs."""
 
     def forward(self) -> list[Tensor]:
-        """Run the residual stream through the layer. Returns the router's statistics."""
+        """Run the residual stream through the layer; return the router's statistics."""
         x = self.stream.take_values()
         projected = self._project(x)
         attended = self._attend(projected, frees=self.keep != "all")
@@ -144,7 +144,7 @@ class ChunkedLayer:
     ) -> None:
         """Run the gradient of the residual stream back through the layer; ``source_BsM`` is a leaf, if there is one."""
         x, projected, attended, crossed = self.x, self.projected, self.attended, self.crossed
-        # What is used up makes room for what comes.
+        # Used values make room for the next ones.
         self.x = self.projected = self.attended = self.crossed = None
         assert x is not None, "a second backward pass through one graph"
         # The only way to keep in which the ring runs a second time.
@@ -179,7 +179,7 @@ class ChunkedLayer:
         return self.parts.attend(group, qkv, scores or self.parts.call.scores, cache)
 
     def _cross(self, x: Stored, attended: Attended) -> Attended | None:
-        """Cross attention; None in a layer without."""
+        """Compute cross attention; return None in a layer without it."""
         if self.cross is None:
             return None
         return self.cross.forward(x, attended)
@@ -188,7 +188,7 @@ class ChunkedLayer:
         return attend_by_groups(self.store, projected, self._attend_own, trains=self.trains, frees=frees)
 
     def _finish(self, x: Stored, outs: Sequence[ByGroups]) -> tuple[Stored, list[Tensor]]:
-        """The layer's output, and the router's statistics."""
+        """Return the layer's output, and the router's statistics."""
         y: Stored | None = None
         stats: list[Tensor] = []
         experts = _admitted(self.parts, self.chunks, x, outs[0])
@@ -206,7 +206,7 @@ class ChunkedLayer:
     def _finish_backward(
         self, x: Stored, outs: Sequence[ByGroups], dstats: Sequence[Tensor | None], differentiate: Differentiate
     ) -> tuple[Stored, list[ByGroups]]:
-        """The gradients of the layer's input, but for what goes through attention, and of attention's outputs."""
+        """Return the gradients of the layer's input, except those through attention, and of attention's outputs."""
         # Each chunk of the output's gradient makes room for the input's.
         dx = self.stream.take_gradient()
         douts: list[ByGroups] = []
@@ -225,21 +225,21 @@ class ChunkedLayer:
         return dx, douts
 
     def _project_backward(self, x: Stored, dprojected: Projected, dx: Stored, differentiate: Differentiate) -> None:
-        """Add to ``dx`` what goes through queries, keys and values."""
+        """Add the gradient through queries, keys and values to ``dx``."""
         stored = [dx, x, dprojected.q, dprojected.k, dprojected.v]
         for tokens, (dx_BcM, x_BcM, dq, dk, dv) in in_turn(self.chunks, stored):
             with torch.enable_grad():
                 inputs = leaves([x_BcM])
                 outputs = self.parts.project(inputs[0], tokens, only_graph=True)
                 (through_attention,) = differentiate(outputs, inputs, [dq, dk, dv])
-            # Nobody else has it.
+            # The tensor is not used elsewhere.
             dx.write(tokens, through_attention.add_(dx_BcM))
 
     def _empty_by_groups(self, like: Tensor) -> ByGroups:
         return ByGroups.empty(self.store, self.stream.num_tokens, like, self.stream.head_groups)
 
     def _new_routing(self) -> RecomputeCache | None:
-        """What the next chunk keeps of its experts."""
+        """Create the cache of the next chunk's experts; None without training."""
         if not self.trains:
             return None
         self.routing.append(RecomputeCache(_KEPT_OF_EXPERTS[self.keep], self.store.put, by_chunks=True))
@@ -247,19 +247,19 @@ class ChunkedLayer:
 
 
 def _outs(attended: Attended, crossed: Attended | None) -> list[ByGroups]:
-    """What both attentions of a layer gave."""
+    """Return the outputs of both attentions of a layer."""
     if crossed is None:
         return [attended.out]
     return [attended.out, crossed.out]
 
 
 def _admitted(parts: LayerParts, chunks: Sequence[slice], x: Stored, out: ByGroups) -> MoECall:
-    """The call of the experts. Where they have a capacity, all tokens choose before the first is dispatched."""
+    """Return the call of the experts. If they have a capacity, all tokens choose before the first is dispatched."""
     call = parts.call.experts
     if not parts.admits_together:
         return call
     chosen = []
     for tokens, (x_BcM, heads_BcHV) in in_turn(chunks, [x, out]):
         chosen.append(parts.choose_experts(x_BcM, heads_BcHV, tokens))
-    # One collective a layer, as for whole rows.
+    # One collective per layer, as without chunks.
     return call.admit(torch.cat(chosen, dim=1))

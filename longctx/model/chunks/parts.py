@@ -1,4 +1,4 @@
-"""``LayerParts``: what a layer computes for a chunk of its tokens, or for a group of its heads.
+"""``LayerParts``: the computations of a layer for a chunk of its tokens, or for a group of its heads.
 
 Axes: B rows, c tokens of a chunk, M model width, H query heads, D head size, V value head size, k experts a token.
 """
@@ -20,10 +20,10 @@ from longctx.model.rotary import RotaryTable
 
 
 class LayerParts:
-    """The parts of one layer in one forward pass."""
+    """Parts of one layer in one forward pass."""
 
     def __init__(self, block: Block, table: RotaryTable | None, call: Call, num_tokens: int) -> None:
-        """``num_tokens`` of each row are this rank's."""
+        """Set up the parts; ``num_tokens`` tokens of each row are this rank's."""
         self.block, self.table, self.call, self.num_tokens = block, table, call, num_tokens
         self.draws = call.draws()
         names = [name for name, _ in block.named_parameters()]
@@ -31,14 +31,14 @@ class LayerParts:
         """Numbers of the block's parameters that attention's backward adds nothing to."""
 
     def project(self, x_BcM: Tensor, tokens: slice, *, only_graph: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a chunk, of all heads; with ``only_graph`` for their backward alone."""
+        """Return queries, keys and values of a chunk, of all heads; with ``only_graph`` for their backward only."""
         table = self.table
         if table is not None:
             table = table.of_tokens(tokens)
         return self.call.run(Block.before_core, self.block, x_BcM, table, False, only_graph)
 
     def attend(self, group: int, qkv: Sequence[Tensor], scores: Scores, cache: RecomputeCache | None) -> Tensor:
-        """Attention of the heads of one group, for all tokens."""
+        """Compute attention of one group of heads, for all tokens."""
         q, k, v = qkv
         heads = slice(group * q.shape[2], (group + 1) * q.shape[2])
         return self.call.core(
@@ -53,11 +53,11 @@ class LayerParts:
 
     @property
     def admits_together(self) -> bool:
-        """Whether all tokens must have chosen their experts before the first of them is dispatched."""
+        """True if all tokens must have chosen their experts before the first of them is dispatched."""
         return isinstance(self.block.mlp, MixtureOfExperts) and self.call.experts.capacity is not None
 
     def choose_experts(self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice) -> Tensor:
-        """The experts [B, c, k] that a chunk's tokens choose, before any capacity."""
+        """Return the experts [B, c, k] that a chunk's tokens choose, before any capacity."""
         assert isinstance(self.block.mlp, MixtureOfExperts)
         draws = self.draws_of(tokens)
         _, normed_BcM = self.call.run(Block.join_attention, self.block, x_BcM, heads_BcHV, draws, False)
@@ -71,9 +71,9 @@ class LayerParts:
         experts: MoECall,
         cache: RecomputeCache | None,
     ) -> tuple[Tensor, ...]:
-        """The layer's output for a chunk, and the router's statistics; ``experts`` is the call for all tokens.
+        """Return the layer's output for a chunk, and the router's statistics; ``experts`` is the call for all tokens.
 
-        ``heads`` [B, c, H, V] are attention's, and behind them those of cross attention where there is any.
+        ``heads`` [B, c, H, V] are attention's, followed by those of cross attention if there is any.
         """
         again = cache is not None and cache.recomputing
         call = replace(self.call, experts=experts.of_tokens(tokens, self.num_tokens), only_graph=again)
@@ -83,20 +83,20 @@ class LayerParts:
         return self.block.finish(x_BcM, heads[-1], draws, call, cache)
 
     def draws_of(self, tokens: slice) -> Draws:
-        """What the residual sums drop of a chunk."""
+        """Return the dropout draws of the residual sums for a chunk."""
         attention, ffn, cross = (None if draw is None else draw.of_tokens(tokens) for draw in self.draws)
         return attention, ffn, cross
 
 
 class WeightSums:
-    """The gradients of some weights, summed in float32 (float64 for float64) and rounded once."""
+    """Gradients of some weights, summed in float32 (float64 for float64) and rounded once."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = weights
         self._sums: list[Tensor | None] = [None] * len(weights)
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add what one chunk gives to each weight; None for those that it does not meet. The tensors are taken over."""
+        """Add one chunk's gradient of each weight, None for a weight it does not use. The tensors are taken over."""
         for n, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -115,7 +115,7 @@ class WeightSums:
                 self._sums[n] = total.to(weight.dtype)
 
     def results(self) -> list[Tensor | None]:
-        """The gradients in the dtypes of the weights; None for a weight to which nothing was added."""
+        """Return the gradients in the dtypes of the weights; None for a weight to which nothing was added."""
         results = []
         for weight, total in zip(self._weights, self._sums, strict=True):
             if total is not None:
@@ -126,7 +126,7 @@ class WeightSums:
 
 
 class Differentiate:
-    """Differentiates parts of a layer, and sums over all calls what they give to its weights."""
+    """Callable that differentiates parts of a layer, and sums the gradients of its weights over all calls."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights, self.sums = list(weights), WeightSums(weights)
@@ -134,7 +134,7 @@ class Differentiate:
     def __call__(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> Sequence[Tensor]:
-        """The gradients of ``inputs``, each of which has a share in the outputs; None is no gradient."""
+        """Return the gradients of ``inputs``, all of which affect the outputs; None in ``gradients`` is no gradient."""
         differentiable, known = [], []
         # Autograd refuses outputs without a graph, such as the ids of experts.
         for output, gradient in zip(outputs, gradients, strict=True):
@@ -147,5 +147,5 @@ class Differentiate:
 
 
 def leaves(values: Sequence[Tensor]) -> list[Tensor]:
-    """The same values as inputs of a graph of their own."""
+    """Return the same values as inputs of a graph of their own."""
     return [x.detach().requires_grad_() for x in values]

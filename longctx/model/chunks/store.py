@@ -1,6 +1,6 @@
-"""Where a layer by chunks has the values of all its tokens: on the device, or in the host's memory.
+"""Stores of a layer by chunks for the values of all its tokens: on the device, or in the host's memory.
 
-A layer computes with one chunk of its tokens at a time, and between its parts all chunks' values lie in a store. While
+A layer computes with one chunk of its tokens at a time, and between its parts all chunks' values are in a store. While
 a chunk is computed, the next one's values are on their way to the device and those of the one before on their way
 back.
 """
@@ -21,10 +21,10 @@ Arriving = Pending[Tensor]
 
 
 class Stored(Protocol):
-    """The values of all tokens of this rank, [B, t, …]."""
+    """Values of all tokens of this rank, [B, t, …]."""
 
     def write(self, tokens: slice, x: Tensor) -> None:
-        """Set the values of some tokens [B, c, …]. The tensor is taken over: nobody writes to it any more."""
+        """Set the values of some tokens [B, c, …]. The tensor is taken over: it must not be written to any more."""
         ...
 
     def fetch(self, tokens: slice) -> Arriving:
@@ -37,23 +37,23 @@ class Stored(Protocol):
 
 
 class ChunkStore(Protocol):
-    """Makes places for the values of all tokens."""
+    """Factory of places for the values of all tokens."""
 
     def empty(self, num_tokens: int, like: Tensor) -> Stored:
-        """A place for values of so many tokens, which are read whole; ``like`` [B, c, …] are those of a few."""
+        """Create a place for ``num_tokens`` tokens that are read all at once; ``like`` [B, c, …] are a few of them."""
         ...
 
     def empty_chunks(self, num_tokens: int, like: Tensor) -> Stored:
-        """A place for values that are read in the chunks in which they are written."""
+        """Create a place for values that are read in the chunks in which they are written."""
         ...
 
     def put(self, x: Tensor) -> Stored:
-        """The values x [B, t, …] of all tokens, which are on the device."""
+        """Store the values x [B, t, …] of all tokens, which are on the device."""
         ...
 
 
 def in_turn(chunks: Sequence[slice], stored: Sequence[Stored]) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Each chunk with its values on the device, while the next one's are on their way."""
+    """Yield each chunk with its values on the device, while the next one's are on their way."""
     arriving = [values.fetch(chunks[0]) for values in stored]
     for number, tokens in enumerate(chunks):
         arrived = [values.wait() for values in arriving]
@@ -63,14 +63,14 @@ def in_turn(chunks: Sequence[slice], stored: Sequence[Stored]) -> Iterator[tuple
 
 
 class PutOnce:
-    """A store that is handed a tensor by several, and puts it once."""
+    """Store that puts a tensor only once if several callers put it."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
         self._put: list[tuple[Tensor, Stored]] = []
 
     def put(self, x: Tensor) -> Stored:
-        """The values x of all tokens."""
+        """Store the values x of all tokens."""
         for earlier, stored in self._put:
             if _are_one(earlier, x):
                 return stored
@@ -79,19 +79,19 @@ class PutOnce:
         return stored
 
     def forget(self) -> None:
-        """Hold nothing more: what was put may go."""
+        """Release the references to the tensors that were put."""
         self._put.clear()
 
 
 def _are_one(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are the same memory, seen alike."""
+    """Return whether two tensors are equal views of the same memory."""
     if (x.dtype, x.shape, x.stride(), x.storage_offset()) != (y.dtype, y.shape, y.stride(), y.storage_offset()):
         return False
     return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 class DeviceStore:
-    """Values stay on the device."""
+    """Store of values on the device."""
 
     def empty(self, num_tokens: int, like: Tensor) -> InOnePlace:
         return InOnePlace(like.new_empty(of_tokens(like.shape, num_tokens)))
@@ -104,16 +104,16 @@ class DeviceStore:
 
 
 class OnDevice:
-    """Values of all tokens on the device, as they were computed: nothing is copied and nothing is waited for."""
+    """Values of all tokens on the device, as they were computed, without copies and waits."""
 
     def __init__(self, whole: Tensor | None) -> None:
-        """``whole`` are all values, of which chunks may be replaced; None where chunks are all that there is."""
+        """Set all values (``whole``), of which chunks may be replaced; None if there are only chunks."""
         self._whole = whole
         self._chunks: dict[int, Tensor] = {}
         """First token of a chunk -> its values."""
 
     def write(self, tokens: slice, x: Tensor) -> None:
-        # Of a part of a larger tensor all of it would stay.
+        # A part of a larger tensor would keep all of it alive.
         if x.untyped_storage().nbytes() > x.nbytes:
             x = x.clone(memory_format=torch.contiguous_format)
         self._chunks[tokens.start] = x
@@ -123,7 +123,7 @@ class OnDevice:
     def fetch(self, tokens: slice) -> Ready[Tensor]:
         if tokens.start in self._chunks:
             return Ready(self._chunks[tokens.start])
-        # So it is for a core that gives none of q, k and v a gradient.
+        # This happens if a core gives none of q, k and v a gradient.
         assert self._whole is not None, "nothing was written there: a core's backward owes q, k and v a gradient each"
         return Ready(self._whole[:, tokens])
 
@@ -142,7 +142,7 @@ class OnDevice:
 
 
 class InOnePlace:
-    """Values of all tokens on the device, side by side."""
+    """Values of all tokens on the device, in one tensor."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
@@ -158,7 +158,7 @@ class InOnePlace:
 
 
 class HostMemory:
-    """Values lie in the host's memory, page-locked where the device is a GPU, and are copied beside its computation."""
+    """Store of values in the host's memory, page-locked for a GPU, with copies that overlap its computation."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies, self.leaving = copies, Leaving(copies)

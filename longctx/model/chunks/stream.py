@@ -1,7 +1,7 @@
-"""``ResidualStream``: what goes from layer to layer when each works through its tokens by chunks.
+"""``ResidualStream``: the residual stream between layers that process their tokens by chunks.
 
-It is then no tensor that autograd sees. Its values, and in backward its gradient, lie in a store; from
-layer to layer goes a *handle*, a tensor without values, which puts the layers' backward passes in order.
+It is not a tensor that autograd sees. Its values, and in backward its gradient, are in a store; layers pass on a
+*handle*, a tensor without values, which puts the layers' backward passes in order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from longctx.model.training_pass import Execution
 
 @dataclass(eq=False)
 class ResidualStream:
-    """The residual stream of one forward pass, and how layers go through it."""
+    """Residual stream of one forward pass, and its division into chunks and head groups."""
 
     store: ChunkStore
     chunks: Sequence[slice]
@@ -39,13 +39,13 @@ class ResidualStream:
     """Its gradient before the last layer that has run backward."""
 
     def take_values(self) -> Stored:
-        """The residual stream that a layer reads."""
+        """Return the residual stream that a layer reads, which is then the caller's only."""
         assert self.values is not None, "no residual stream has entered"
         values, self.values = self.values, None
         return values
 
     def take_gradient(self) -> Stored:
-        """The gradient of what a layer gave, which is then the caller's alone."""
+        """Return the gradient of a layer's output, which is then the caller's only."""
         if self.gradient is None:
             raise ConfigError(
                 "layers by chunks keep what one backward pass reads, and this is a second one through the same graph. "
@@ -55,20 +55,20 @@ class ResidualStream:
         return gradient
 
     def branch(self) -> ResidualStream:
-        """Return another stream of these tokens, into which nothing has entered."""
+        """Return another, empty stream of these tokens."""
         return replace(self, values=None, gradient=None)
 
     def enter(self, x_BtM: Tensor) -> Tensor:
-        """Begin with these values; returns the handle for the first layer."""
+        """Begin with these values; return the handle for the first layer."""
         return _Enter.apply(x_BtM, self)
 
     def leave(self, handle: Tensor) -> Tensor:
-        """The residual stream [B, t, M] behind the last layer."""
+        """Return the residual stream [B, t, M] behind the last layer."""
         return _Leave.apply(handle, self)
 
 
 def new_stream(execution: Execution, tokens_Bt: Tensor) -> ResidualStream | None:
-    """The residual stream of these tokens; None where layers take them whole (``Execution.chunk_tokens``)."""
+    """Create the residual stream of these tokens; None if layers do not use chunks (``Execution.chunk_tokens``)."""
     if not execution.chunk_tokens:
         return None
     num_tokens = tokens_Bt.shape[1]
@@ -82,7 +82,7 @@ def new_stream(execution: Execution, tokens_Bt: Tensor) -> ResidualStream | None
 
 
 def split_tokens(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    """Chunks of at most ``chunk_tokens`` tokens, equally many but for one; one chunk where there are no tokens."""
+    """Split tokens into chunks of at most ``chunk_tokens``, equal in size up to one token; one chunk for no tokens."""
     count = max(1, math.ceil(num_tokens / chunk_tokens))
     # A short last chunk would take a device as long as a full one, and one token a compiled graph of its own.
     starts = [number * num_tokens // count for number in range(count + 1)]

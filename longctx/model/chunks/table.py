@@ -1,7 +1,7 @@
 """Tables of a row for each id of the vocabulary: their gradients, some rows at a time.
 
-In float32 the gradient of a large vocabulary may be the largest tensor of a run. Summed some rows at a time only these
-are in float32, for which all chunks of tokens are read once for each range of rows.
+In float32 the gradient of a large vocabulary may be the largest tensor of a run. If it is summed some rows at a time,
+only these are in float32, and all chunks of tokens are read once for each range of rows.
 
 Axes: B rows of a batch, t tokens of this rank, c of a chunk, M model width, V vocabulary, v some rows of the table.
 """
@@ -27,13 +27,13 @@ SUMMED_VALUES = 1 << 25
 
 
 def is_summed_by_rows(num_values: int) -> bool:
-    """Return whether the gradient of a table of so many values is summed some rows at a time."""
+    """Return whether the gradient of a table of ``num_values`` values is summed some rows at a time."""
     return num_values > 2 * SUMMED_VALUES
 
 
 def gradient_by_rows(weight_VM: Tensor, sum_of: Callable[[slice], Tensor]) -> Tensor:
     """Return the gradient of a table, of which ``sum_of`` returns a range of rows [v, M]."""
-    # Each row is written once, so the whole needs no sum in float32.
+    # Each row is written once, so the full gradient needs no sum in float32.
     gradient_VM = torch.empty_like(weight_VM)
     V, M = weight_VM.shape
     for rows in row_tiles(V, max(1, SUMMED_VALUES // M)):
@@ -42,13 +42,14 @@ def gradient_by_rows(weight_VM: Tensor, sum_of: Callable[[slice], Tensor]) -> Te
 
 
 class TokenTable(Embedding):
-    """The rows of tokens, with which a residual stream may begin."""
+    """Embedding of tokens, with which a residual stream may begin."""
 
     def forward(self, input: Tensor, stream: ResidualStream | None = None, factor: Tensor | None = None) -> Tensor:
-        """The rows [B, t, M] of tokens [B, t].
+        """Return the rows [B, t, M] of tokens [B, t].
 
-        With a ``stream`` that begins with them, times a ``factor`` if there is one, its handle for the first layer.
-        Neither the rows of all tokens nor their gradients are on the device at a time then, if they do not lie there.
+        With a ``stream``, begin it with the rows, times ``factor`` if there is one, and return its handle for the first
+        layer. Then neither the rows of all tokens nor their gradients are on the device at a time, unless the stream's
+        store is there.
         """
         if stream is None:
             return super().forward(input)
@@ -92,8 +93,8 @@ def _sum_of_rows(chunks: Iterator[tuple[Tensor, Tensor]], rows: slice, weight_VM
     total_vM = weight_VM.new_zeros(v, weight_VM.shape[1], dtype=dtype)
     for ids_Bc, dx_BcM in chunks:
         ids_Bc = ids_Bc - rows.start
-        # Ids of other rows count as padding, of which the operator takes nothing: the shapes depend on no value, and
-        # it adds in one order on every device.
+        # Ids of other rows count as padding, which the operator ignores: the shapes depend on no value, and it adds in
+        # one order on every device.
         ids_Bc = ids_Bc.where((ids_Bc >= 0) & (ids_Bc < v), v)
         part = torch.ops.aten.embedding_dense_backward(dx_BcM.to(dtype), ids_Bc, v + 1, v, False)
         total_vM += part[:v]

@@ -20,7 +20,7 @@ def balance_sum(
     reduce_counts: Callable[[Tensor], Tensor],
     load_LE: Tensor | None = None,
 ) -> Tensor:
-    """Σ over layers, tokens and experts of load · probability: 1 a token and layer where all loads are alike.
+    """Return Σ load · probability over layers, tokens and experts: 1 per token and layer if all loads are equal.
 
     An expert's load is its share of the choices in the ``scope``, times E, and has no gradient. Probabilities are those
     of this rank's tokens, so that the sums of all ranks and micro-batches add up to the step's.
@@ -28,7 +28,7 @@ def balance_sum(
     * sequence: in the token's own document.
     * micro_batch: in all documents of the micro-batch. Both need the counts of all ranks that share the sequence:
       ``reduce_counts`` sums [L, S, E] (S = 1 for the latter) over them; called once, on every rank.
-    * global_batch: in the whole step, over all ranks and micro-batches. Its own counts are not known before its first
+    * global_batch: in the full step, over all ranks and micro-batches. Its own counts are not known before its first
       backward pass, so ``load_LE`` are the loads of the step before (``load_share``); None, before the first, is even.
     """
     prob_sums_LSE = torch.stack([layer.prob_sums_SE for layer in stats])
@@ -45,7 +45,7 @@ def balance_sum(
 
 
 def load_share(counts_E: Tensor) -> Tensor:
-    """Each expert's share of the choices times E, float64 [..., E]: 1 where all are alike, and where there are none."""
+    """Return each expert's share of the choices times E, float64 [..., E]: 1 if all are equal or there are none."""
     chosen = counts_E.sum(-1, keepdim=True)
     even = torch.ones_like(counts_E, dtype=torch.float64)
     return (counts_E * counts_E.shape[-1] / chosen.double()).where(chosen > 0, even)
@@ -55,12 +55,12 @@ def load_share(counts_E: Tensor) -> Tensor:
 def move_selection_bias_(biases: Sequence[Tensor], counts_LE: Tensor, rate: float) -> None:
     """Make the experts that a step used less likelier to be chosen in the next (arXiv 2408.15664), in place.
 
-    ``biases`` are the layers' [E]. ``counts_LE`` are those of the whole step, over all ranks and micro-batches, so that
-    every rank moves alike. A layer's bias moves by ``rate`` up or down with the sign of mean count − count; the mean of
-    these moves is taken off, which changes no choice and keeps the bias from drifting.
+    ``biases`` are the layers' [E]. ``counts_LE`` are those of the full step, over all ranks and micro-batches, so that
+    all ranks make the same moves. A layer's bias moves by ``rate`` up or down with the sign of mean count − count; the
+    mean of these moves is subtracted, which changes no choice and keeps the bias from drifting.
     """
     E = counts_LE.shape[1]
-    too_few_LE = (counts_LE.sum(1, keepdim=True) - E * counts_LE).sign().double()  # in whole numbers: exact
+    too_few_LE = (counts_LE.sum(1, keepdim=True) - E * counts_LE).sign().double()  # in integers: exact
     moves_LE = rate * (too_few_LE - too_few_LE.mean(1, keepdim=True))
     for bias_E, move_E in zip(biases, moves_LE, strict=True):
         bias_E += move_E.to(bias_E)

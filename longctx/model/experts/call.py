@@ -1,4 +1,4 @@
-"""What the experts of one layer compute with: weights, tokens and options, the same for a CPU and an accelerator.
+"""Inputs of the experts of one layer: weights, tokens and options, the same for a CPU and an accelerator.
 
 Axes: S tokens that arrived, k experts a token, M model width, F FFN width of one expert (gate and up together: 2F),
 e experts of this process.
@@ -15,7 +15,7 @@ from longctx.model.experts.dispatch import ExpertRun
 
 
 class Weights(NamedTuple):
-    """The parameters of this process's experts, not views of them."""
+    """Parameters of this process's experts, not views of them."""
 
     gate_up_eFM: Tensor
     down_eMF: Tensor
@@ -24,7 +24,7 @@ class Weights(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens where their experts are."""
+    """Tokens on the process of their experts."""
 
     x_SM: Tensor
     gates_Sk: Tensor
@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted."""
+    """Flags of the gradients that are needed."""
 
     x: bool
     gates: bool
@@ -47,7 +47,7 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ExpertsCall:
-    """How one call of a layer's experts runs: everything but its tensors."""
+    """Options of one call of a layer's experts: everything but its tensors."""
 
     activation: str
     run: ExpertRun
@@ -58,7 +58,7 @@ class ExpertsCall:
 
 
 def saved_widths(recompute: str, weights: Weights, *, in_blocks: bool) -> tuple[int, ...]:
-    """Widths of the tensors that forward saves for backward, one value a channel of every assignment, in x's dtype.
+    """Return the widths of the tensors that forward saves for backward, [assignments, width] in x's dtype.
 
     They are gate and up; the activation times the gate; x. ``recompute`` is one of ``dispatch.RECOMPUTE``.
     """
@@ -67,7 +67,7 @@ def saved_widths(recompute: str, weights: Weights, *, in_blocks: bool) -> tuple[
         return ()
     if recompute == "activation":
         return (2 * F,)
-    # blocks find all that the activation's pass reads in the cache: saving its result would gain nothing
+    # blocks find all inputs of the activation in the cache: saving its result would gain nothing
     if in_blocks:
         return (2 * F, M)
     return (2 * F, F, M)

@@ -1,6 +1,6 @@
 """The most tokens of a row that one expert takes; later ones are dropped.
 
-Axes: N tokens of this process, P those of all processes that share the sequence, T of the whole micro-batch, E experts,
+Axes: N tokens of this process, P those of all processes that share the sequence, T of the full micro-batch, E experts,
 k experts a token, R = T·k assignments.
 """
 
@@ -20,7 +20,7 @@ from longctx.model.experts.router import NO_EXPERT
 
 @dataclass(frozen=True, eq=False)
 class Capacity:
-    """What the experts of a layer take of each row of the micro-batch."""
+    """Limit on the tokens that each expert of a layer takes from each row of the micro-batch."""
 
     tokens: int
     """Tokens of one row that an expert takes."""
@@ -34,16 +34,17 @@ class Capacity:
 
     @classmethod
     def build(cls, config: ModelConfig, token_index_N: Tensor, row_tokens: int, num_tokens: int) -> Capacity:
-        """That of ``config`` for a micro-batch of so many tokens in rows of that length, and padding behind them."""
-        # Rounded up: what pads the last row to a length that ranks can share has no expert.
+        """Build the capacity of ``config`` for ``num_tokens`` tokens in rows of ``row_tokens``, padding behind them."""
+        # Rounded up: tokens that pad the last row to a length that ranks can share have no expert.
         num_rows = -(-num_tokens // row_tokens)
         return cls(capacity_of(config, row_tokens), config.num_experts, row_tokens, num_rows, token_index_N)
 
     def admit(self, experts_Nk: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """The ids, with ``NO_EXPERT`` where the expert is full; padding has no expert and fills none.
+        """Return the ids, with ``NO_EXPERT`` if the expert is full; padding has no expert and fills none.
 
-        An expert takes a row's tokens in their order, so it matters what the other processes' tokens chose and not who
-        holds them; ``gather`` brings the tokens of all that share the sequence. Collective.
+        An expert takes a row's tokens in their order, so the result depends on the choices of other processes' tokens,
+        but not on the processes that hold them; ``gather`` brings the tokens of all that share the sequence.
+        Collective.
         """
         T, k = self.row_tokens * self.num_rows, experts_Nk.shape[1]
         everyone_PX = gather(torch.cat((self.token_index_N[:, None], experts_Nk), dim=1).int()).long()
@@ -55,7 +56,7 @@ class Capacity:
         return experts_Nk.where(fits_Tk[_or_last(self.token_index_N, T)], NO_EXPERT)
 
     def _earlier(self, chosen_Tk: Tensor) -> Tensor:
-        """For every choice, how many tokens before it in its row made the same."""
+        """Return, for every choice, the number of earlier tokens in its row that made the same choice."""
         T, k = chosen_Tk.shape
         row_T = torch.arange(T, device=chosen_Tk.device) // self.row_tokens
         # choices with one expert and row form a group; having no expert is a group too
@@ -70,7 +71,7 @@ class Capacity:
 
 
 def capacity_of(config: ModelConfig, row_tokens: int) -> int:
-    """Tokens of a row that one expert takes: ``capacity_factor`` times the mean load of its experts, rounded up."""
+    """Return the tokens of a row that one expert takes: ``capacity_factor`` times the mean load, rounded up."""
     mean_load = Fraction(config.experts_per_token * row_tokens, config.num_experts)
     # the factor as it was written: the nearest binary number to 1.1, ten times, is more than 11 and would round to 12
     return max(1, math.ceil(Fraction(str(config.capacity_factor)) * mean_load))

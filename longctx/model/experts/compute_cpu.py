@@ -1,9 +1,9 @@
 """Experts on a CPU: one block of an expert's assignments at a time, in buffers that every block uses again.
 
-The buffers stay in the cache. Tensors of all assignments would be fetched from new pages again and again.
+The buffers stay in the cache. Tensors of all assignments would need new pages again and again.
 
 Axes: S tokens that arrived, k experts a token, R assignments in the order of their experts, n assignments of a block
-(and rows of zeros after them, where products are formed in bfloat16), M model width, F FFN width of one expert (gate
+(and rows of zeros after them, if products are formed in bfloat16), M model width, F FFN width of one expert (gate
 and up together: 2F), e experts of this process.
 """
 
@@ -26,7 +26,8 @@ from longctx.model.layers.mlp import gated, gated_backward
 def forward_blocks(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
     """Compute Σ over a token's experts here of gate · expert(x).
 
-    Returns the sums [S, M] in float32 (float64 for float64), and what ``call.run.recompute`` saves for backward.
+    Return the sums [S, M] in float32 (float64 for float64), and the tensors that ``call.run.recompute`` saves for
+    backward.
     """
     x_SM = tokens.x_SM
     M, F = weights.down_eMF.shape[1:]
@@ -68,7 +69,7 @@ def backward_blocks(
 ) -> tuple[Tensor | None, Tensor]:
     """Compute the gradients of x [S, M], in float32 (float64 for float64), and of the gates [S, k].
 
-    Those of the weights are added to ``gradients``. ``saved`` is what ``forward_blocks`` saved; it is freed on the way.
+    Those of the weights are added to ``gradients``. ``saved`` are the tensors of ``forward_blocks``, freed on the way.
     """
     x_SM = tokens.x_SM
     M, F = weights.down_eMF.shape[1:]
@@ -79,7 +80,7 @@ def backward_blocks(
         dx_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
     dgates_R = torch.empty(len(blocks.order_R), dtype=tokens.gates_Sk.dtype)
     for expert, block in blocks:
-        # what earlier blocks saved is freed for the weights' gradients
+        # tensors that earlier blocks saved are freed for the weights' gradients
         chunks.free_before(saved, block)
         of_block = chunks.of(saved, block)
         gates_n1 = blocks.gates(block)
@@ -112,14 +113,14 @@ def backward_blocks(
             dx_nM = blocks.buffer("dx", block, M)
             torch.mm(dgate_up_nF, blocks.weight("gate_up", weights.gate_up_eFM, expert), out=dx_nM)
             blocks.add_to_tokens(dx_SM, dx_nM, block)
-    # from the order of the experts to that of the tokens; exactly 0 where a gate has no expert here
+    # from the order of the experts to that of the tokens; exactly 0 if a gate has no expert here
     dgates_Sk = torch.zeros_like(tokens.gates_Sk, memory_format=torch.contiguous_format)
     dgates_Sk.view(-1)[blocks.order_R] = dgates_R
     return dx_SM, dgates_Sk
 
 
 def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tensor:
-    """``forward_blocks`` of a single token, as in decoding: its experts' weights are read once, and as they are."""
+    """Compute ``forward_blocks`` for one token, as in decoding; its experts' weights are read once, unconverted."""
     x_M, wide = tokens.x_SM[0], accumulate_dtype(tokens.x_SM.dtype)
     chosen = [(choice, expert) for choice, expert in enumerate(tokens.experts_Sk[0].tolist()) if expert >= 0]
     gates_R1 = tokens.gates_Sk[0].unsqueeze(-1)
@@ -144,7 +145,7 @@ def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tenso
 
 
 def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
-    """``forward_blocks`` of a few tokens, as in decoding: one product for all experts, nothing saved.
+    """Compute ``forward_blocks`` for a few tokens, as in decoding: one product for all experts, nothing saved.
 
     Blocks of two or three tokens would have more calls than work.
     """
@@ -168,7 +169,7 @@ def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Te
         # In the order of the experts, as blocks are added.
         out_SM = torch.zeros(tokens.x_SM.shape, dtype=wide)
         return out_SM.index_add_(0, token_R, y_RM.to(wide)), []
-    # Gathered and summed where every choice is an expert: to add to rows takes ten times as long as to read them.
+    # Gathered and summed if every choice is an expert: adding to rows takes ten times as long as reading them.
     row_of_choice = np.empty_like(order)
     row_of_choice[order] = np.arange(len(order))
     return y_RM.index_select(0, torch.from_numpy(row_of_choice)).view(-1, k, y_RM.shape[1]).sum(1, dtype=wide), []
@@ -177,7 +178,7 @@ def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Te
 def _forward_sorted(
     x_RM: Tensor, gates_R1: Tensor, counts: np.ndarray, ends_e: Tensor, weights: Weights, call: ExpertsCall
 ) -> Tensor:
-    """gate · expert(x) of assignments in the order of their experts, [R, M]; each expert has so many of them."""
+    """Return gate · expert(x) of assignments in the order of their experts, [R, M]; ``counts`` has their numbers."""
     products = call.run.products
     gate_up_RF = grouped_rows(x_RM, weights.gate_up_eFM.mT, ends_e, products=products)
     if weights.gate_up_bias_eF is not None:
@@ -193,7 +194,7 @@ def _forward_sorted(
 def _gate_up(
     blocks: Blocks, x_nM: Tensor, weights: Weights, expert: int, block: slice, of_block: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Gate and up before the activation, [n, 2F]; also written to what is saved of the block."""
+    """Return gate and up before the activation, [n, 2F]; also write them to the block's saved tensor."""
     saved_nF: Tensor | None = None
     if of_block:
         saved_nF = of_block[0]
@@ -212,7 +213,7 @@ def _gate_up(
 def _saved_gate_up(
     blocks: Blocks, tokens: Tokens, weights: Weights, expert: int, block: slice, of_block: Sequence[Tensor]
 ) -> Tensor:
-    """Gate and up as they were saved, or recomputed to the same bits."""
+    """Return gate and up as they were saved, or recomputed to the same bits."""
     width, dtype = weights.gate_up_eFM.shape[1], tokens.x_SM.dtype
     if of_block:
         return blocks.filled("gate and up", of_block[0], block)
@@ -225,7 +226,7 @@ def _saved_gate_up(
 
 
 def _saved_x(blocks: Blocks, x_SM: Tensor, block: slice, of_block: Sequence[Tensor]) -> Tensor:
-    """The block's tokens as they were saved, or gathered again."""
+    """Return the block's tokens as they were saved, or gathered again."""
     if len(of_block) < 2:
         return blocks.gather("x", x_SM, block)
     return blocks.filled("x", of_block[1], block)
@@ -246,7 +247,7 @@ def _activate_backward(
 ) -> Tensor:
     """Return the gates' gradients [n]; write gate's and up's gradients to ``into``.
 
-    ``inner`` receives what ``_activate`` made; ``dinner`` is overwritten.
+    ``inner`` receives the result of ``_activate``; ``dinner`` is overwritten.
     """
     if activation == "swiglu":
         return _swiglu_backward(dinner_nF, gate_up_nF, gates_n1, inner=inner, into=into)
@@ -261,7 +262,7 @@ def _activate_backward(
 
 
 def _swiglu_backward(dinner_nF: Tensor, gate_up_nF: Tensor, gates_n1: Tensor, *, inner: Tensor, into: Tensor) -> Tensor:
-    """``_activate_backward`` of silu(gate) · up without a tensor of its own: every result has its buffer."""
+    """Compute ``_activate_backward`` of silu(gate) · up without allocation: every result has its buffer."""
     gate_nF, up_nF = gate_up_nF.chunk(2, dim=-1)
     dgate_nF, dup_nF = into.chunk(2, dim=-1)
     # silu(gate), which is up's gradient but for the factors below

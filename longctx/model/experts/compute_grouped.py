@@ -20,7 +20,8 @@ from longctx.model.layers.mlp import gated, gated_backward
 def forward_grouped(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
     """Compute Σ over a token's experts here of gate · expert(x).
 
-    Returns the sums [S, M] in float32 (float64 for float64), and what ``call.run.recompute`` saves for backward.
+    Return the sums [S, M] in float32 (float64 for float64), and the tensors that ``call.run.recompute`` saves for
+    backward.
     """
     permuted = _Permuted(tokens, weights, call.run.products)
     x_RM, gates_R = permuted.gather(tokens.x_SM), permuted.gather_gates(tokens.gates_Sk)
@@ -47,7 +48,7 @@ def backward_grouped(
 ) -> tuple[Tensor | None, Tensor]:
     """Compute the gradients of x [S, M], in float32 (float64 for float64), and of the gates [S, k].
 
-    Those of the weights are added to ``gradients``. ``saved`` is what ``forward_grouped`` saved; it is freed.
+    Those of the weights are added to ``gradients``. ``saved`` are the tensors of ``forward_grouped``; they are freed.
     """
     permuted = _Permuted(tokens, weights, call.run.products)
     gates_R, dy_RM = permuted.gather_gates(tokens.gates_Sk), permuted.gather(dout_SM.to(tokens.x_SM.dtype))
@@ -89,7 +90,7 @@ def backward_grouped(
 
 
 def _gate_up(permuted: _Permuted, x_RM: Tensor, weights: Weights) -> Tensor:
-    """Gate and up before the activation, [R, 2F]."""
+    """Return gate and up before the activation, [R, 2F]."""
     gate_up_RF = permuted.multiply(x_RM, weights.gate_up_eFM.mT)
     if weights.gate_up_bias_eF is not None:
         gate_up_RF += permuted.spread(weights.gate_up_bias_eF)
@@ -99,7 +100,7 @@ def _gate_up(permuted: _Permuted, x_RM: Tensor, weights: Weights) -> Tensor:
 def _saved_or_recomputed(
     permuted: _Permuted, tokens: Tokens, weights: Weights, saved: list[Tensor], needs: Needs
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gate and up; the activation if it was saved; x where a gradient needs it."""
+    """Return gate and up; the activation if it was saved; x if a gradient needs it."""
     if len(saved) == 3:
         return saved[0], saved[1], saved[2]
     if saved:
@@ -122,7 +123,7 @@ class _Permuted:
         self.is_here_R = tokens.experts_Sk.flatten() >= 0
         if self.num_assignments is None:
             # Only the device knows whether there are assignments without an expert. They count as the last expert's,
-            # where their gates of 0 make them nothing: cheaper than to mask every product.
+            # and their gates of 0 cancel them: cheaper than masking every product.
             # A range, not an element: a number that is written to an element is copied there, with a wait.
             self.ends_e[-1:] = len(order_R)
             self.order_R, self.inverse_R = order_R, inverse_R
@@ -134,23 +135,23 @@ class _Permuted:
         self.expert_R = tokens.experts_Sk.flatten().index_select(0, self.order_R).clamp(min=0).long()
 
     def gather(self, source_SX: Tensor) -> Tensor:
-        """Every assignment's token."""
+        """Return every assignment's token."""
         return source_SX.index_select(0, self.order_R // self.k)
 
     def gather_gates(self, gates_Sk: Tensor) -> Tensor:
-        """Every assignment's gate, 0 without an expert."""
+        """Return every assignment's gate, 0 without an expert."""
         return gates_Sk.flatten().where(self.is_here_R, 0).index_select(0, self.order_R)
 
     def restore_gates(self, values_R: Tensor) -> Tensor:
-        """The inverse of ``gather_gates``."""
+        """Invert ``gather_gates``."""
         if self.num_assignments is None:
             return values_R.index_select(0, self.inverse_R).where(self.is_here_R, 0).view(-1, self.k)
         return values_R.new_zeros(self.num_tokens * self.k).index_copy_(0, self.order_R, values_R).view(-1, self.k)
 
     def sum_tokens(self, y_RM: Tensor) -> Tensor:
-        """The sum over each token's assignments, in the order of its choices, in float32."""
+        """Sum over each token's assignments, in the order of its choices, in float32."""
         assignments_RM, sum_dtype = y_RM.index_select(0, self.inverse_R), accumulate_dtype(y_RM.dtype)
-        # Backward's is nobody else's, and one of its largest tensors.
+        # In backward it has no other reference, and is one of the largest tensors.
         del y_RM
         if self.num_assignments is None:
             return assignments_RM.unflatten(0, (-1, self.k)).sum(1, dtype=sum_dtype)
@@ -160,17 +161,17 @@ class _Permuted:
         return torch.segment_reduce(assignments_RM.to(sum_dtype), "sum", offsets=offsets, axis=0, initial=0)
 
     def multiply(self, x_RI: Tensor, weight_eIO: Tensor) -> Tensor:
-        """Every assignment times its expert's weight."""
+        """Multiply every assignment by its expert's weight."""
         return grouped_rows(x_RI, weight_eIO, self.ends_e, products=self.products)
 
     def outer(self, dy_RO: Tensor, x_RI: Tensor) -> Tensor:
-        """Every expert's sum of dyᵀ · x."""
+        """Return every expert's sum of dyᵀ · x."""
         return grouped_outer(dy_RO, x_RI, self.ends_e, products=self.products)
 
     def spread(self, bias_eO: Tensor) -> Tensor:
-        """Every assignment's expert's bias."""
+        """Return the bias of every assignment's expert."""
         return bias_eO.index_select(0, self.expert_R)
 
     def sum_by_expert(self, dy_RO: Tensor) -> Tensor:
-        """Every expert's sum over its assignments."""
+        """Sum over every expert's assignments."""
         return sum_by_expert(dy_RO, self.ends_e)

@@ -1,4 +1,4 @@
-"""Token dispatch: tokens are sent to the processes that hold their experts, and what these made of them is combined.
+"""Token dispatch: tokens are sent to the processes that hold their experts, and the results are combined.
 
     sizes = dispatcher.plan(experts_Nk, tiles)                    # how much each tile sends and receives
     handle = dispatcher.handle(experts_Nk[tile], sizes[number])   # of one tile
@@ -7,7 +7,7 @@
     out_nM = handle.combine(out_SM, dtype).wait()
 
 ``TokenDispatcher`` itself belongs to a process that holds all experts. Those that spread experts over processes derive
-from it and live outside this package; experts cannot tell which one they were given. It owns no parameters.
+from it and are outside this package; experts do not know which one they were given. It owns no parameters.
 A token is sent once to each process that holds any of its experts, however many, and one sum comes back from each.
 
 Axes: N tokens of this process, n of one tile, S tokens that arrive for a tile, k experts a token.
@@ -48,7 +48,7 @@ class Ready(Generic[V]):
 
 
 class DispatchSizes(NamedTuple):
-    """How much of one tile is sent and received, in tokens; empty where nothing leaves the process."""
+    """Number of tokens of one tile that are sent and received; empty if no token leaves the process."""
 
     send_counts: tuple[int, ...] = ()
     """Tokens that this process sends to each process that shares the experts, itself among them."""
@@ -64,11 +64,11 @@ class DispatchHandle:
     """One tile's tokens on their way to their experts and back; here they are with their experts already."""
 
     def __init__(self, experts_nk: Tensor, num_assignments: int | None = None) -> None:
-        """``num_assignments`` of the received tokens have their expert here; None where only the device knows."""
+        """Set the ids, and the number of received assignments with their expert here (None: only the device knows)."""
         self.experts_nk, self.num_assignments = experts_nk, num_assignments
 
     def dispatch(self, of_tokens_nX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
-        """Send something of every token to its experts, as ``communication_dtype``; [S, …] arrive. Collective."""
+        """Send a value of every token to its experts, as ``communication_dtype``; [S, …] arrive. Collective."""
         return Ready(of_tokens_nX)
 
     def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
@@ -79,15 +79,15 @@ class DispatchHandle:
         return Ready((gates_nk, self.experts_nk))
 
     def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
-        """Send what was made of every token back to its owner, as ``communication_dtype``. Collective.
+        """Send the result for every token back to its owner, as ``communication_dtype``. Collective.
 
-        Its sums over processes arrive, [n, …], added in a fixed order in float32 (float64 for float64).
+        The sums over processes arrive, [n, …], added in a fixed order in float32 (float64 for float64).
         """
         return Ready(of_tokens_SX)
 
 
 class TokenDispatcher:
-    """Where the experts of a layer live: here all on this process, so that nothing is sent or waited for."""
+    """Dispatcher to the experts of a layer: here all are on this process, so that no token is sent or waited for."""
 
     local_experts = slice(None)
     """The experts whose weights this process holds."""
@@ -95,22 +95,22 @@ class TokenDispatcher:
     """Whether tokens leave this process."""
 
     def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
-        """Agree on how much each tile of tokens will send and receive. Collective.
+        """Agree on the number of tokens that each tile will send and receive. Collective.
 
-        Every process that shares the experts has as many tiles; any number of tokens, also none.
+        All processes that share the experts have equally many tiles, with any number of tokens, also none.
         """
         return [DispatchSizes() for _ in tiles]
 
     def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
-        """The handle of one tile. Nothing is sent yet."""
+        """Return the handle of one tile, without sending yet."""
         return DispatchHandle(experts_nk)
 
     def of_replicated(self) -> TokenDispatcher:
-        """The dispatcher of tokens that every process of the sequence has alike: each goes to its experts once."""
+        """Return the dispatcher of tokens that all processes of the sequence have: each goes to its experts once."""
         return self
 
     def gather(self, values_NX: Tensor) -> Tensor:
-        """[P, …]: these [N, …] of every process that shares the sequence, this process's among them. Collective."""
+        """Gather these [N, …] of every process that shares the sequence, including this one, to [P, …]. Collective."""
         return values_NX
 
 
@@ -120,7 +120,7 @@ RECOMPUTE = ("none", "activation", "all")
 
 @dataclass(frozen=True, eq=False)
 class ExpertRun:
-    """How a forward pass runs its experts."""
+    """Options of a forward pass for running its experts."""
 
     dispatcher: TokenDispatcher = field(default_factory=TokenDispatcher)
     tile_tokens: int = 0
@@ -132,7 +132,7 @@ class ExpertRun:
 
 
 def tiles_of(num_tokens: int, tile_tokens: int) -> list[slice]:
-    """Tiles of that many tokens, the last one shorter; one tile where they are 0, or no tokens."""
+    """Return tiles of ``tile_tokens`` tokens, the last one shorter; one tile if that is 0 or there are no tokens."""
     if not num_tokens:
         return [slice(0, 0)]
     size = tile_tokens or num_tokens

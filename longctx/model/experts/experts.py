@@ -1,4 +1,4 @@
-"""The routed experts: gated FFNs over a layer's tokens, wherever the experts live.
+"""The routed experts: gated FFNs over a layer's tokens, with experts on any process.
 
 Axes: N tokens of this process, k experts a token, M model width, F FFN width of one expert (gate and up together: 2F),
 E experts, e experts of this process.
@@ -25,7 +25,7 @@ from longctx.model.recompute import RecomputeCache
 class Experts(nn.Module):
     """The experts of one layer, fused as Hugging Face keeps them in memory: gate rows first, then up rows.
 
-    ``local_experts`` are those whose weights are here: e of the layer's E, consecutive.
+    The weights of ``local_experts`` are here: e of the layer's E, consecutive.
     """
 
     def __init__(self, config: ModelConfig, local_experts: slice = slice(None)) -> None:
@@ -51,24 +51,24 @@ class Experts(nn.Module):
         *,
         values_again: bool = False,
     ) -> Tensor:
-        """Σ over a token's k experts of gate · expert(x), [N, M] in float32 (float64 for float64).
+        """Return Σ over a token's k experts of gate · expert(x), [N, M] in float32 (float64 for float64).
 
         An id of −1 is no expert: nothing is added, and x and gate get a gradient of exactly 0 through it. With a
         ``recompute_cache`` the layer is recomputed, and backward gets by with x, gates and ids: the second run
         computes and sends nothing, and its result is NaN, unless ``values_again`` says that its values are read.
-        Collective where experts are distributed.
+        Collective if experts are distributed.
         """
         run = run or ExpertRun()
         assert run.dispatcher.local_experts == self.local_experts
         if run.recompute != "all" and (recompute_cache is not None or not self._is_trained(x_NM, gates_Nk)):
-            run = replace(run, recompute="all")  # nothing is saved but what was given
+            run = replace(run, recompute="all")  # nothing is saved but the inputs
         without_backward = recompute_cache is None and not torch.is_grad_enabled()
         only_graph = recompute_cache is not None and recompute_cache.recomputing and not values_again
         call = ExpertsCall(self.activation, run, without_backward=without_backward, only_graph=only_graph)
         if without_backward and not run.dispatcher.is_distributed:
             weights = Weights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
             if computes_in_blocks(x_NM) and is_decoding(experts_Nk, call):
-                # Nothing is sent or saved: what surrounds a tile takes longer than to compute so few tokens.
+                # Nothing is sent or saved: the code around a tile takes longer than computing so few tokens.
                 return forward_few(Tokens(x_NM, gates_Nk, experts_Nk, None), weights, call)[0]
             return forward_tiles(Routed(x_NM, gates_Nk, experts_Nk), weights, call)[0]
         return _Experts.apply(
@@ -83,19 +83,19 @@ class Experts(nn.Module):
         )
 
     def _is_trained(self, x_NM: Tensor, gates_Nk: Tensor) -> bool:
-        """Whether there will be a backward pass."""
+        """Return whether there will be a backward pass."""
         if not torch.is_grad_enabled():
             return False
         return x_NM.requires_grad or gates_Nk.requires_grad or any(w.requires_grad for w in self.parameters())
 
 
 def is_expert_weight(name: str) -> bool:
-    """Whether a parameter's first axis are experts, which ranks may hold in parts."""
+    """Return whether a parameter's first axis is experts, which ranks may hold in parts."""
     return ".mlp.experts." in name
 
 
 class _Experts(torch.autograd.Function):
-    """Saves the parameters and no view of them: ZeRO-3 frees a gathered weight by emptying the parameter."""
+    """Autograd function that saves the parameters and not views of them: ZeRO-3 frees a weight by emptying it."""
 
     @staticmethod
     def forward(
@@ -114,9 +114,9 @@ class _Experts(torch.autograd.Function):
         ctx.call, ctx.sizes, ctx.num_saved = call, None, []
         saved: list[Tensor] = []
         if call.only_graph:
-            # Nothing is saved, and backward agrees on sizes anew, unless it gets the first run's context.
+            # Nothing is saved, and backward agrees on sizes again, unless it gets the first run's context.
             ctx.num_saved = [0] * len(tiles_of(len(x_NM), call.run.tile_tokens))
-            # NaN: should anyone read it, it will be noticed.
+            # NaN, so that any use of it is noticed.
             out_NM = x_NM.new_full((), torch.nan, dtype=accumulate_dtype(x_NM.dtype)).expand(x_NM.shape)
         else:
             out_NM, of_tiles, ctx.sizes = forward_tiles(routed, weights, call)
@@ -133,7 +133,7 @@ class _Experts(torch.autograd.Function):
         del tensors
         x, gates, _, gate_up, down, gate_up_bias, down_bias, _ = ctx.needs_input_grad
         needs = Needs(x, gates, gate_up, down, gate_up_bias, down_bias)
-        # what is saved is now ours to free, unless the graph is kept for another backward pass
+        # saved tensors are now ours to free, unless the graph is kept for another backward pass
         ctx.maybe_clear_saved_tensors()
         of_tiles = []
         # moved, not copied: a second list would keep every tensor alive to the end
@@ -141,7 +141,7 @@ class _Experts(torch.autograd.Function):
             of_tiles.append(saved[:count])
             del saved[:count]
         grads = backward_tiles(dout_NM, routed, weights, of_tiles, ctx.sizes, ctx.call, needs)
-        # the gates' gradients are made in any case; PyTorch wants none for what needs none
+        # the gates' gradients are made in any case; PyTorch wants None for inputs that need none
         wanted = list(grads)
         for index, is_needed in enumerate(needs):
             if not is_needed:

@@ -15,7 +15,7 @@ from longctx.model.experts.call import Needs, Weights
 
 
 class GradientSum:
-    """The gradient of one weight of all experts, summed in float32 (float64 for float64).
+    """Gradient of one weight of all experts, summed in float32 (float64 for float64).
 
     With one tile an expert's sum is complete before the next expert begins. It is then rounded to the weight's dtype at
     once, and one float32 buffer serves all experts. A product that stays an expert's only one needs no sum at all.
@@ -61,7 +61,7 @@ class GradientSum:
             self._total += of_experts
 
     def result(self) -> Tensor:
-        """The sum in the weight's dtype; exact zeros for an expert to which nothing was added."""
+        """Return the sum in the weight's dtype; exact zeros for an expert to which nothing was added."""
         self._round_open()
         total = self._whole()
         # memory to which nothing was written holds garbage
@@ -77,13 +77,13 @@ class GradientSum:
         return self._sum_dtype
 
     def _whole(self) -> Tensor:
-        """The gradients of all experts, whatever was written of them so far."""
+        """Return the gradients of all experts, of which only some may have been written so far."""
         if self._total is None:
             self._total = torch.empty(self._weight.shape, dtype=self._total_dtype, device=self._weight.device)
         return self._total
 
     def _sum_of(self, expert: int) -> tuple[Tensor, bool]:
-        """An expert's sum so far, and whether nothing has been added to it, so that its memory holds garbage."""
+        """Return an expert's sum so far, and whether it is still empty, so that its memory holds garbage."""
         is_first = not self._has_begun[expert]
         self._has_begun[expert] = True
         if not self._rounds_each:
@@ -117,7 +117,7 @@ def _put(total: Tensor, part: Tensor, is_first: bool) -> None:
 
 
 class WeightGradients(NamedTuple):
-    """The gradient sums of ``Weights``; None where no gradient is needed."""
+    """Gradient sums of ``Weights``; None if no gradient is needed."""
 
     gate_up: GradientSum | None
     down: GradientSum | None
@@ -126,7 +126,7 @@ class WeightGradients(NamedTuple):
 
     @classmethod
     def start(cls, weights: Weights, needs: Needs, *, tiles: int) -> WeightGradients:
-        """Sums to which nothing has been added, over that many tiles."""
+        """Start empty sums over ``tiles`` tiles."""
 
         def of(weight: Tensor | None, needed: bool) -> GradientSum | None:
             if weight is None or not needed:
@@ -141,7 +141,7 @@ class WeightGradients(NamedTuple):
         )
 
     def results(self) -> list[Tensor | None]:
-        """The gradients in the order of ``Weights``."""
+        """Return the gradients in the order of ``Weights``."""
         gradients: list[Tensor | None] = []
         for total in self:
             if total is None:

@@ -26,19 +26,19 @@ from longctx.model.recompute import RecomputeCache, saved_values
 
 
 class Admitted(NamedTuple):
-    """What the tokens of a layer chose, and what a capacity left of it."""
+    """Choices of a layer's tokens, and those that a capacity left."""
 
     chosen_Btk: Tensor
     experts_Btk: Tensor
 
     def of_tokens(self, tokens: slice) -> Admitted:
-        """The choices of some of the tokens."""
+        """Return the choices of some of the tokens."""
         return Admitted(self.chosen_Btk[:, tokens], self.experts_Btk[:, tokens])
 
 
 @dataclass(frozen=True, eq=False)
 class MoECall:
-    """What a forward pass tells all layers of experts."""
+    """Arguments of a forward pass for all layers of experts."""
 
     run: ExpertRun = field(default_factory=ExpertRun)
     documents_Bt: Tensor | None = None
@@ -51,8 +51,10 @@ class MoECall:
     """Choices that were made before, for all tokens; None where the layer makes them."""
 
     def of_tokens(self, tokens: slice, num_tokens: int) -> MoECall:
-        """The call for some of the tokens [B, t]. A capacity's choices must have been made, or come from a first run:
-        what it admits depends on all tokens."""
+        """Return the call for some of the tokens [B, t].
+
+        A capacity's choices must have been made, or come from a first run: they depend on all tokens.
+        """
         documents_Bt, jitter, replay, admitted = self.documents_Bt, self.jitter, self.replay, self.admitted
         if documents_Bt is not None:
             documents_Bt = documents_Bt[:, tokens]
@@ -65,7 +67,7 @@ class MoECall:
         return replace(self, documents_Bt=documents_Bt, jitter=jitter, replay=replay, admitted=admitted)
 
     def admit(self, chosen_Btk: Tensor) -> MoECall:
-        """The call for a layer all of whose tokens [B, t] chose these experts. Collective with a capacity."""
+        """Return the call for a layer in which all tokens [B, t] chose these experts. Collective with a capacity."""
         experts_Btk = chosen_Btk
         if self.capacity is not None:
             admitted_Nk = self.capacity.admit(chosen_Btk.flatten(0, 1), self.run.dispatcher.gather)
@@ -74,15 +76,15 @@ class MoECall:
 
 
 class MixtureOfExperts(nn.Module):
-    """Every token is routed to its k experts, whatever the load, unless a capacity is set."""
+    """FFN that routes every token to its k experts, whatever the load, unless a capacity is set."""
 
     def __init__(self, config: ModelConfig, local_experts: slice = slice(None), *, layer: int = 0) -> None:
-        """The ``layer``-th expert layer of a model, with the weights of its ``local_experts``."""
+        """Build the ``layer``-th expert layer of a model, with the weights of its ``local_experts``."""
         super().__init__()
         self.config, self.layer = config, layer
         self.gate = Router(config)
         self.experts = Experts(config, local_experts)
-        # A norm's backward reads what it was given; that of a sum, or of dropout, does not.
+        # A norm's backward reads its input; that of a sum, or of dropout, does not.
         self.output_is_read = config.norm_order != "pre"
         self.has_shared_expert = config.shared_ffn_size > 0
         if self.has_shared_expert:
@@ -94,10 +96,10 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x_BtM: Tensor, call: MoECall | None = None, recompute_cache: RecomputeCache | None = None
     ) -> tuple[Tensor, ...]:
-        """Output [B, t, M], and ``RouterStats.tensors`` where the call wants them.
+        """Return output [B, t, M], and ``RouterStats.tensors`` if the call wants them.
 
-        A ``recompute_cache`` saves the choices of a layer that backward will recompute, and the output where the rest
-        of the layer reads it in backward. The second run weighs the choices anew, chooses nothing and counts nothing.
+        A ``recompute_cache`` saves the choices of a layer that backward will recompute, and the output if the rest of
+        the layer reads it in backward. The second run weighs the choices again, but neither chooses nor counts.
         """
         call = call or MoECall()
         x_NM = x_BtM.flatten(0, 1)
@@ -119,11 +121,11 @@ class MixtureOfExperts(nn.Module):
 
         out_BtM = as_dtype(out_NM, x_BtM.dtype).view_as(x_BtM)
         if self.output_is_read and recompute_cache is not None and _keeps_output(recompute_cache):
-            # rounded, and with the shared expert in it: what the norm reads
+            # rounded, and with the shared expert in it, as the norm reads it
             out_BtM = saved_values(out_BtM, recompute_cache, of="experts")
         if call.documents_Bt is None:
             return (out_BtM,)
-        # the first run has counted already what is computed a second time
+        # the first run has counted the tokens of a second run already
         counting = recompute_cache is None or not recompute_cache.recomputing
         stats = router_stats(
             logits_NE,
@@ -138,12 +140,12 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def choose(self, x_BtM: Tensor, call: MoECall) -> Tensor:
-        """The experts [B, t, k] that the router chooses, before any capacity; for ``MoECall.admit``."""
+        """Return the experts [B, t, k] that the router chooses, before any capacity; for ``MoECall.admit``."""
         return self._choose(self._logits(x_BtM, call), call).experts_Nk.unflatten(0, x_BtM.shape[:2])
 
     def _logits(self, x_BtM: Tensor, call: MoECall) -> Tensor:
-        """The router's, [N, E]."""
-        # jitter reaches the router alone, experts see the tokens as they are
+        """Return the router's logits, [N, E]."""
+        # jitter reaches only the router, experts see the tokens as they are
         if call.jitter is not None:
             x_BtM = call.jitter(x_BtM, self.layer)
         return self.gate(x_BtM.flatten(0, 1))
@@ -151,14 +153,14 @@ class MixtureOfExperts(nn.Module):
     def _route(
         self, logits_NE: Tensor, call: MoECall, recompute_cache: RecomputeCache | None
     ) -> tuple[Routing, Tensor]:
-        """Choose experts once. Returns the routing, and the choices of which a capacity may have dropped some."""
+        """Choose experts once; return the routing, and the choices before a capacity may have dropped some."""
         known: tuple[Tensor, ...] | None = None
         if recompute_cache is not None:
             known = recompute_cache.load(of="routing")
         if known is None and call.admitted is not None:
             known = tuple(ids_Btk.flatten(0, 1) for ids_Btk in call.admitted)
         if known is not None:
-            # weighed anew and not chosen anew: rounding could flip a choice, and backward would fit another forward
+            # weighed again but not chosen again: rounding could flip a choice, and backward would fit another forward
             chosen_Nk, experts_Nk = known
             routing = self._weigh(logits_NE, chosen_Nk)
         else:
@@ -169,13 +171,13 @@ class MixtureOfExperts(nn.Module):
         if recompute_cache is not None:
             recompute_cache.save(chosen_Nk, experts_Nk, of="routing")
         if call.capacity is not None:
-            # the other gates stay as they are: what was dropped is missing
+            # the other gates stay as they are: dropped choices are missing
             gates_Nk = routing.gates_Nk.masked_fill(experts_Nk < 0, 0)
             routing = Routing(experts_Nk, gates_Nk, routing.probs_NE)
         return routing, chosen_Nk
 
     def _choose(self, logits_NE: Tensor, call: MoECall) -> Routing:
-        """The routing of new choices, or of those that a replay gives; a replay records them."""
+        """Return the routing of new choices, or of those that a replay gives; a replay records them."""
         replay_Nk: Tensor | None = None
         if call.replay is not None:
             replay_Nk = call.replay.given(self.layer, logits_NE.device)
@@ -185,11 +187,11 @@ class MixtureOfExperts(nn.Module):
         return routing
 
     def _weigh(self, logits_NE: Tensor, replay_Nk: Tensor | None) -> Routing:
-        """The routing of these logits, with new choices or those of ``replay_Nk``."""
+        """Return the routing of these logits, with new choices or those of ``replay_Nk``."""
         return route(logits_NE, self.config, bias_E=self.gate.e_score_correction_bias, replay_Nk=replay_Nk)
 
     def _shared(self, x_NM: Tensor, recompute_cache: RecomputeCache | None) -> Tensor:
-        """The output of the expert that all tokens share."""
+        """Return the output of the expert that all tokens share."""
         again = recompute_cache is not None and recompute_cache.by_chunks and recompute_cache.recomputing
         # A norm reads it, and a gate is multiplied by it.
         only_graph = again and not self.output_is_read and not self.has_shared_gate
@@ -200,5 +202,5 @@ class MixtureOfExperts(nn.Module):
 
 
 def _keeps_output(recompute_cache: RecomputeCache | None) -> bool:
-    """Whether a recomputed layer gets its experts' output from its first run."""
+    """Return whether a recomputed layer gets its experts' output from its first run."""
     return recompute_cache is not None and recompute_cache.keeps("experts")

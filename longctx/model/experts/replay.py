@@ -15,23 +15,23 @@ from longctx.errors import ConfigError
 
 
 class RoutingReplay:
-    """Records the experts that a forward pass chooses, or makes it choose given ones: ``TrainingPass.replay``.
+    """Record of the experts that a forward pass chooses, or of given ones that it must choose: ``TrainingPass.replay``.
 
-    Two programs that round differently choose differently where two experts score almost alike, and from there on they
-    compute different functions. With the choices of one replayed in the other, what remains is rounding: for tests of
-    parity, and to find where two runs part. Gates, probabilities and gradients are always the run's own.
+    Two programs that round differently choose differently if two experts score almost equally, and from there on they
+    compute different functions. With the choices of one replayed in the other, only rounding differs: for tests of
+    parity, and to find where two runs diverge. Gates, probabilities and gradients are always the run's own.
 
         recorded = RoutingReplay()
         model(batch, TrainingPass(replay=recorded))
         replayed = RoutingReplay(recorded.experts_LNk)
         other(batch, TrainingPass(replay=replayed))  # the same tokens in the same order
 
-    One object serves one forward pass (or several that are the same). Ids are what the router chose, before any
-    capacity; −1 is no expert.
+    One object serves one forward pass (or several that are the same). Ids are the router's choices before any capacity;
+    −1 is no expert.
     """
 
     def __init__(self, experts_LNk: Tensor | Iterable[Tensor] | None = None) -> None:
-        """Replay these ids, by expert layer; record when there are none."""
+        """Replay these ids, by expert layer; record if there are none."""
         self._given: tuple[Tensor, ...] | None = None
         if experts_LNk is not None:
             self._given = tuple(experts_LNk)
@@ -39,14 +39,14 @@ class RoutingReplay:
 
     @property
     def experts_LNk(self) -> Tensor:  # noqa: N802 (a tensor's name ends in its axes)
-        """The ids that were recorded, or given, int64; tokens in the order of the flattened [B, t]."""
+        """Recorded or given ids, int64; tokens in the order of the flattened [B, t]."""
         if self._given is not None:
             return torch.stack(self._given)
         # by layer, whatever order they ran in
         return torch.stack([self._chosen[layer] for layer in sorted(self._chosen)])
 
     def given(self, layer: int, device: torch.device) -> Tensor | None:
-        """The choices to make again in the ``layer``-th expert layer [N, k]; None when recording."""
+        """Return the choices to make again in the ``layer``-th expert layer [N, k]; None when recording."""
         if self._given is None:
             return None
         return self._given[layer].to(device, torch.int64)
@@ -67,7 +67,7 @@ class RoutingReplay:
         self._chosen[layer].view(rows, num_tokens, k)[:, tokens] = of_rows
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """ConfigError unless what is given fits the model and the tokens. Waits for the device."""
+        """Raise ConfigError unless the given ids fit the model and the tokens. Waits for the device."""
         if self._given is None:
             return
         layers = sum(map(config.has_experts, range(config.depth)))
@@ -90,19 +90,19 @@ class RoutingReplay:
 
 
 class RoutingOfTokens:
-    """The replay of some tokens of each row, for a layer that goes through them by chunks."""
+    """Replay of some tokens of each row, for a layer that processes them by chunks."""
 
     def __init__(self, replay: RoutingReplay, tokens: slice, num_tokens: int) -> None:
-        """``tokens`` of rows of ``num_tokens``."""
+        """Restrict a replay to ``tokens`` of rows of ``num_tokens``."""
         self._replay, self._tokens, self._num_tokens = replay, tokens, num_tokens
 
     def given(self, layer: int, device: torch.device) -> Tensor | None:
-        """As ``RoutingReplay.given``, of these tokens."""
+        """Return ``RoutingReplay.given`` of these tokens."""
         given_Nk = self._replay.given(layer, device)
         if given_Nk is None:
             return None
         return given_Nk.unflatten(0, (-1, self._num_tokens))[:, self._tokens].flatten(0, 1)
 
     def record(self, layer: int, experts_Nk: Tensor) -> None:
-        """As ``RoutingReplay.record``, of these tokens."""
+        """Record the choices of these tokens, as ``RoutingReplay.record`` does."""
         self._replay.record_tokens(layer, experts_Nk, self._tokens, self._num_tokens)

@@ -1,4 +1,4 @@
-"""Routing: which experts a token is sent to, and with what gates: pure functions of logits, and the router itself.
+"""Routing: the experts of each token and their gates, as pure functions of logits, and the router itself.
 
 Axes: N tokens, M model width, E experts, G groups of experts, k experts a token, S documents of the micro-batch.
 """
@@ -35,20 +35,20 @@ def route(
 ) -> Routing:
     """Choose the k best experts of every token by ``config``'s rules, from float32 (or float64) logits.
 
-    ``bias_E`` is added where experts are chosen and not where they are weighed. ``replay_Nk`` are ids chosen before, by
-    recomputation's first run or another program; gates and probabilities are those of these logits all the same. Ids
-    are in range also where logits are not finite.
+    ``bias_E`` is added to choose experts and not to weigh them. ``replay_Nk`` are ids chosen before, by recomputation's
+    first run or another program; gates and probabilities are those of these logits all the same. Ids are in range also
+    if logits are not finite.
     """
     is_softmax = config.score_function == "softmax"
     if is_softmax:
         scores_NE = logits_NE.softmax(-1)
     else:
         scores_NE = logits_NE.sigmoid()
-    # the choice itself has no gradient; the gates of what was chosen have
+    # the choice itself has no gradient; the gates of chosen experts have
     experts_Nk = replay_Nk
     if experts_Nk is None:
         experts_Nk = _choose(scores_NE.detach(), config, bias_E)
-    # with a gradient masked also where every id is an expert: recomputation, which replays, must save the same tensors
+    # with a gradient masked also if every id is an expert: recomputation, which replays, must save the same tensors
     if replay_Nk is None and not torch.is_grad_enabled():
         gates_Nk = scores_NE.gather(-1, experts_Nk)
     else:
@@ -65,7 +65,7 @@ def route(
 
 
 def _choose(scores_NE: Tensor, config: ModelConfig, bias_E: Tensor | None) -> Tensor:
-    """Ids of each token's k best experts, the best first."""
+    """Return the ids of each token's k best experts, the best first."""
     if bias_E is not None:
         scores_NE = scores_NE + bias_E
     if config.groups_per_token < config.expert_groups:
@@ -78,7 +78,7 @@ def _choose(scores_NE: Tensor, config: ModelConfig, bias_E: Tensor | None) -> Te
 
 
 def within_best_groups(scores_NE: Tensor, groups: int, kept: int, *, best_of: int) -> Tensor:
-    """Scores with −inf outside of each token's ``kept`` best groups, a group being the sum of its ``best_of`` best."""
+    """Set scores to −inf outside of each token's ``kept`` best groups, rated by the sum of their ``best_of`` best."""
     scores_NGe = scores_NE.unflatten(-1, (groups, -1))
     best_NG = scores_NGe.topk(best_of, dim=-1).values.sum(-1)
     inside_NG = torch.zeros_like(best_NG, dtype=torch.bool).scatter_(1, best_NG.topk(kept, dim=-1).indices, True)
@@ -86,7 +86,7 @@ def within_best_groups(scores_NE: Tensor, groups: int, kept: int, *, best_of: in
 
 
 class Router(nn.Module):
-    """The projection to logits, and the bias of the choice; float32 in any model dtype, for rounding flips choices."""
+    """Projection to logits, and the bias of the choice; float32 in any model dtype, because rounding flips choices."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -99,21 +99,21 @@ class Router(nn.Module):
         selection_bias_E: Tensor | None = None
         if config.selection_bias:
             selection_bias_E = torch.zeros(E)
-        # a buffer and no parameter: it moves by the loads (``move_selection_bias_``), not by a gradient
+        # a buffer and not a parameter: it moves by the loads (``move_selection_bias_``), not by a gradient
         self.register_buffer("e_score_correction_bias", selection_bias_E)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
-        """As PyTorch's, but the selection bias stays float32 (float64 at least) in any model dtype."""
+        """Apply ``fn`` as PyTorch does, but keep the selection bias in float32 or float64 in any model dtype."""
         before = self._buffers["e_score_correction_bias"]
         super()._apply(fn, recurse)
         after = self._buffers["e_score_correction_bias"]
-        # what ``fn`` made of it is rounded: take the value from before to the device of after
+        # the result of ``fn`` is rounded: take the value from before to the device of after
         if before is not None and after is not None and after.dtype not in (torch.float32, torch.float64):
             self._buffers["e_score_correction_bias"] = before.to(after.device)
         return self
 
     def forward(self, x_NM: Tensor) -> Tensor:
-        """Logits [N, E] in float32 (float64 for float64)."""
+        """Return logits [N, E] in float32 (float64 for float64)."""
         if not torch.is_grad_enabled():
             return _logits(x_NM, self.weight, self.bias)
         return _Logits.apply(x_NM, self.weight, self.bias)
@@ -124,7 +124,10 @@ _CHUNK_VALUES = 1 << 24
 
 
 class _Logits(torch.autograd.Function):
-    """x·Wᵀ + b in float32. Saves x as it is; autograd would save a float32 copy of it, twice bfloat16's bytes."""
+    """Autograd function of x·Wᵀ + b in float32.
+
+    It saves x as it is; autograd would save a float32 copy of it, twice bfloat16's bytes.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_NM: Tensor, weight_EM: Tensor, bias_E: Tensor | None) -> Tensor:
@@ -154,7 +157,7 @@ class _Logits(torch.autograd.Function):
 
 
 def _logits(x_NM: Tensor, weight_EM: Tensor, bias_E: Tensor | None) -> Tensor:
-    """x·Wᵀ + b, converted to float32 chunk by chunk."""
+    """Return x·Wᵀ + b, converted to float32 chunk by chunk."""
     wide = accumulate_dtype(x_NM.dtype)
     weight, bias = as_dtype(weight_EM, wide), bias_E
     if bias is not None:
@@ -163,21 +166,21 @@ def _logits(x_NM: Tensor, weight_EM: Tensor, bias_E: Tensor | None) -> Tensor:
 
 
 def _chunks(x_NM: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:
-    """Tokens that are converted together; all where there is nothing to convert."""
+    """Split the tokens into chunks that are converted together; one chunk if there is nothing to convert."""
     if x_NM.dtype == wide:
         return (x_NM,)
     return x_NM.split(max(1, _CHUNK_VALUES // max(1, x_NM.shape[1])))
 
 
 def _cat(chunks: list[Tensor]) -> Tensor:
-    """The chunks as one tensor; no copy where there is only one."""
+    """Return the chunks as one tensor, without a copy if there is only one."""
     if len(chunks) == 1:
         return chunks[0]
     return torch.cat(chunks)
 
 
 class RouterDiagnostics(NamedTuple):
-    """What a run reports of its routers and no loss reads: sums over tokens, float64, without gradient.
+    """Router statistics that a run reports and no loss reads: sums over tokens, float64, without gradient.
 
     Scalars of one layer, or [L] of L layers; they add up over ranks and micro-batches.
     """
@@ -193,18 +196,18 @@ class RouterDiagnostics(NamedTuple):
 
     @classmethod
     def none(cls, like: Tensor, *shape: int) -> RouterDiagnostics:
-        """Those of no token, on the device of ``like``."""
+        """Return those of no token, on the device of ``like``."""
         zeros = like.new_zeros(shape, dtype=torch.float64)
         return cls(zeros, zeros, zeros, zeros)
 
     @classmethod
     def stack(cls, layers: Sequence[RouterDiagnostics]) -> RouterDiagnostics:
-        """[L] of each field."""
+        """Stack each field of the layers to [L]."""
         return cls._make(torch.stack(of_layers) for of_layers in zip(*layers, strict=True))
 
 
 class RouterStats(NamedTuple):
-    """What one layer's router did with this rank's tokens, padding left out; adds up over ranks and micro-batches."""
+    """Sums over this rank's tokens of one layer's router, padding left out; additive over ranks and micro-batches."""
 
     counts_SE: Tensor
     """Tokens of the document that chose the expert, dropped ones among them; int64, no gradient."""
@@ -216,12 +219,12 @@ class RouterStats(NamedTuple):
     diagnostics: RouterDiagnostics
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them in a plain tuple, the only kind that ZeRO-3's hooks look into."""
+        """Return all of them in a plain tuple, the only kind that ZeRO-3's hooks look into."""
         return (self.counts_SE, self.prob_sums_SE, self.z_sum, *self.diagnostics)
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor]) -> RouterStats:
-        """The inverse of ``tensors``."""
+        """Invert ``tensors``."""
         counts_SE, prob_sums_SE, z_sum = tensors[:3]
         return cls(counts_SE, prob_sums_SE, z_sum, RouterDiagnostics._make(tensors[3:]))
 
@@ -236,9 +239,9 @@ def router_stats(
     counting: bool = True,
     z_gradient: bool = True,
 ) -> RouterStats:
-    """Statistics of these tokens, which chose ``chosen_Nk`` before any of that was dropped.
+    """Return statistics of these tokens, which chose ``chosen_Nk`` before any choice was dropped.
 
-    Padding has a negative document. Without ``counting``, what has no gradient is left at 0.
+    Padding has a negative document. Without ``counting``, statistics without a gradient are left at 0.
     """
     probs_NE, E = routing.probs_NE, routing.probs_NE.shape[1]
     is_real_N = documents_N >= 0
@@ -262,7 +265,7 @@ def router_stats(
 
 
 def _diagnostics(logits_NE: Tensor, probs_NE: Tensor, is_dropped_Nk: Tensor, is_real_N: Tensor) -> RouterDiagnostics:
-    """The diagnostics of these tokens."""
+    """Return the diagnostics of these tokens."""
 
     def total(values_N: Tensor) -> Tensor:
         return values_N.where(is_real_N, 0).sum(dtype=torch.float64)

@@ -39,7 +39,7 @@ class Routed(NamedTuple):
 
 
 def computes_in_blocks(x: Tensor) -> bool:
-    """Whether experts compute block by block; on accelerators they use one grouped product."""
+    """Return whether experts compute block by block; on accelerators they use one grouped product."""
     return on_cpu(x)
 
 
@@ -48,7 +48,7 @@ def forward_tiles(
 ) -> tuple[Tensor, list[list[Tensor]], list[DispatchSizes]]:
     """Compute Σ over a token's experts of gate · expert(x), [N, M] in float32 (float64 for float64).
 
-    Returns it with what each tile saves for backward, and the sizes that were agreed on.
+    Return it with the tensors that each tile saves for backward, and the sizes that were agreed on.
     """
     x_NM, gates_Nk, experts_Nk = routed
     dispatcher, compute = call.run.dispatcher, forward_grouped
@@ -90,8 +90,8 @@ def backward_tiles(
 ) -> list[Tensor | None]:
     """Compute the gradients in the order of ``Needs``.
 
-    Tokens that were not saved where they arrived are dispatched again. What is saved is freed as soon as it was used:
-    the gradients of the weights take its memory.
+    Tokens that were not saved where they arrived are dispatched again. Saved tensors are freed as soon as they were
+    used: the gradients of the weights take their memory.
     """
     x_NM, gates_Nk, experts_Nk = routed
     dispatcher, compute = call.run.dispatcher, backward_grouped
@@ -130,12 +130,12 @@ def backward_tiles(
 
 
 def is_decoding(experts_Nk: Tensor, call: ExpertsCall) -> bool:
-    """Whether these are generated tokens: too few for the calls of a block for each expert."""
+    """Return whether these are generated tokens: too few for the calls of a block for each expert."""
     return call.without_backward and experts_Nk.shape[0] <= _DECODED_TOKENS
 
 
 def _saves_arrived(call: ExpertsCall) -> bool:
-    """Whether tokens are saved where they arrived, so that backward need not dispatch them again."""
+    """Return whether tokens are saved where they arrived, so that backward need not dispatch them again."""
     return call.run.dispatcher.is_distributed and call.run.recompute != "all"
 
 
@@ -153,7 +153,7 @@ class _PendingTokens(NamedTuple):
 
     @classmethod
     def take_saved(cls, handle: DispatchHandle, saved: list[Tensor]) -> _PendingTokens:
-        """Take the tokens out of what forward saved where they arrived."""
+        """Take the tokens out of the tensors that forward saved where they arrived."""
         x_SM, gates_Sk, experts_Sk = saved[:3]
         del saved[:3]
         return cls(handle, Ready(x_SM), Ready((gates_Sk, experts_Sk)))
@@ -166,7 +166,7 @@ class _PendingTokens(NamedTuple):
 
 
 class TileOutputs:
-    """The results of all tiles. Each tile's are waited for when the next tile's are expected."""
+    """Results of all tiles. Each tile's are waited for when the next tile's are expected."""
 
     def __init__(self, tiles: Sequence[slice], num_tokens: int, dtype: torch.dtype) -> None:
         self._tiles, self._num_tokens, self._dtype = tiles, num_tokens, dtype
@@ -192,7 +192,7 @@ class TileOutputs:
         self._pending = None
         values_nX = pending.wait()
         if len(self._tiles) == 1:
-            self._whole = values_nX.to(self._dtype)  # without a copy where the dtype is right
+            self._whole = values_nX.to(self._dtype)  # without a copy if the dtype is right
             return
         if self._whole is None:
             shape = list(values_nX.shape)

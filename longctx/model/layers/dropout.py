@@ -23,7 +23,7 @@ _CHUNK_VALUES = 1 << 21
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """What decides in one forward pass which values are dropped; nothing is drawn from a generator."""
+    """Dropout of one forward pass, decided by a seed and the tokens; nothing is drawn from a generator."""
 
     rate: float
     """Probability that a value is dropped; what stays is scaled up by 1 / (1 − rate)."""
@@ -33,33 +33,33 @@ class Dropout:
     """Each token's index in the whole micro-batch, on whatever rank; tokens 2^32 apart drop alike."""
 
     def __call__(self, x_BtM: Tensor, site: int) -> Tensor:
-        """x with values dropped; ``site``, at least −1, tells apart the layers of the network that drop."""
+        """Return x with values dropped; ``site``, at least −1, distinguishes the layers of the network that drop."""
         return self.draw(site).drop(x_BtM)
 
     def draw(self, site: int) -> Draw:
-        """What one such layer drops."""
+        """Return the dropout of one such layer."""
         return Draw(_keys(self.seed, site, self.token_Bt), self.rate)
 
 
 class Draw(NamedTuple):
-    """What one layer of the network drops, without the seed: tensors and constants, which a compiled graph can take."""
+    """Dropout of one layer of the network, without the seed: tensors and constants, which a compiled graph can take."""
 
     key_Bt: Tensor
     """32 bits for each token, int32."""
     rate: float
 
     def of_tokens(self, tokens: slice) -> Draw:
-        """What is dropped of some of the tokens."""
+        """Return the dropout of some of the tokens."""
         return Draw(self.key_Bt[:, tokens], self.rate)
 
     def drop(self, x_BtM: Tensor) -> Tensor:
-        """x with values dropped. Backward forms the same bits again: all it keeps is one number a token."""
+        """Return x with values dropped. Backward forms the same bits again and keeps only one number per token."""
         return _Dropped.apply(x_BtM, self.key_Bt, self.rate)
 
 
 @dataclass(frozen=True, eq=False)
 class Jitter:
-    """What decides in one forward pass by which factors a router's input is multiplied (arXiv 2101.03961 §2.4)."""
+    """Random factors of a router's input in one forward pass (arXiv 2101.03961 §2.4)."""
 
     width: float
     """Factors are spread evenly over 1 ± this."""
@@ -69,19 +69,19 @@ class Jitter:
     """As ``Dropout``'s."""
 
     def of_tokens(self, tokens: slice) -> Jitter:
-        """The jitter of some of the tokens."""
+        """Return the jitter of some of the tokens."""
         return replace(self, token_Bt=self.token_Bt[:, tokens])
 
     def __call__(self, x_BtM: Tensor, layer: int) -> Tensor:
-        """x with a factor for each of its values, in float32 (float64 for float64): bfloat16 could not tell them apart.
+        """Multiply each value of x by a factor of its own, in float32 (float64 for float64).
 
-        Layers have factors of their own. Backward forms them again.
+        bfloat16 could not tell the factors apart. Layers have factors of their own. Backward forms them again.
         """
         return _Jittered.apply(x_BtM, _keys(self.seed, -2 - layer, self.token_Bt), self.width)
 
 
 class _Dropped(torch.autograd.Function):
-    """A linear map that is its own transpose."""
+    """Autograd function of dropout, a linear map that is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
@@ -97,7 +97,7 @@ class _Dropped(torch.autograd.Function):
 
 
 class _Jittered(torch.autograd.Function):
-    """Likewise, but for the dtypes."""
+    """Autograd function of jitter, its own transpose except for the dtypes."""
 
     @staticmethod
     def forward(ctx: Any, x_BtM: Tensor, token_Bt: Tensor, width: float) -> Tensor:
@@ -113,17 +113,17 @@ class _Jittered(torch.autograd.Function):
 
 
 def _drop_anywhere(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
-    """``_drop``, in a compiled graph as an operator: a compiler is free to change what wraps around."""
+    """Call ``_drop``, in a compiled graph as an operator: a compiler may change arithmetic that wraps around."""
     if torch.compiler.is_compiling():
         return torch.ops.longctx.drop.default(x_BtM, token_Bt, rate)
     return _drop(x_BtM, token_Bt, rate)
 
 
 def _drop(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
-    """x / (1 − rate), and 0 where the bits say so."""
+    """Return x / (1 − rate), and 0 for the values that the bits drop."""
     out_BtM = torch.empty_like(x_BtM, memory_format=torch.contiguous_format)
     x_NM, out_NM = x_BtM.reshape(-1, x_BtM.shape[-1]), out_BtM.view(-1, x_BtM.shape[-1])
-    # bits are evenly spread int32: this share of them lies below
+    # bits are evenly spread int32: this share of them is below
     dropped_below = int(rate * 2**32) - 2**31
     for rows, bits in _bits(token_Bt, x_BtM.shape[-1]):
         torch.mul(x_NM[rows], 1 / (1 - rate), out=out_NM[rows]).masked_fill_(bits < dropped_below, 0)
@@ -131,7 +131,7 @@ def _drop(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
 
 
 def _jitter(x_BtM: Tensor, token_Bt: Tensor, width: float, dtype: torch.dtype) -> Tensor:
-    """x times factors between 1 − width and 1 + width, in ``dtype``."""
+    """Return x times factors between 1 − width and 1 + width, in ``dtype``."""
     out_BtM = torch.empty(x_BtM.shape, dtype=dtype, device=x_BtM.device)
     x_NM, out_NM = x_BtM.reshape(-1, x_BtM.shape[-1]), out_BtM.view(-1, x_BtM.shape[-1])
     for rows, bits in _bits(token_Bt, x_BtM.shape[-1]):
@@ -141,15 +141,15 @@ def _jitter(x_BtM: Tensor, token_Bt: Tensor, width: float, dtype: torch.dtype) -
 
 
 def _keys(seed: int, site: int, token_Bt: Tensor) -> Tensor:
-    """32 bits for each token, int32."""
-    # One half of the key before the token is mixed and one after it: with the first alone, two layers of the
+    """Return 32 bits for each token, int32."""
+    # One half of the key before the token is mixed and one after it: with only the first, two layers of the
     # network would draw the same values for tokens some distance apart.
     key = mix64(mix64(seed) + site)
     return _mix32((token_Bt + (key & 0x7FFFFFFF)).to(torch.int32)) ^ _signed(key >> 32)
 
 
 def _bits(token_Bt: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
-    """32 random bits for each of a token's values, int32, some rows at a time."""
+    """Yield 32 random bits for each of a token's values, int32, some rows at a time."""
     token_N = token_Bt.flatten()
     # an odd factor (2^32 / golden ratio, Knuth) spreads neighbouring channels over all 32 bits
     channel_M = torch.arange(width, device=token_N.device, dtype=torch.int32) * _signed(0x9E3779B1)
@@ -160,14 +160,17 @@ def _bits(token_Bt: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """32 well mixed bits of each int32 (the finaliser of MurmurHash3); products wrap, and shifts bring in zeros."""
+    """Return 32 well mixed bits of each int32 (the finaliser of MurmurHash3).
+
+    Products wrap, and shifts bring in zeros.
+    """
     x = (x ^ (x >> 16 & 0xFFFF)) * _signed(0x85EBCA6B)
     x = (x ^ (x >> 13 & 0x7FFFF)) * _signed(0xC2B2AE35)
     return x ^ (x >> 16 & 0xFFFF)
 
 
 def _signed(word: int) -> int:
-    """32 bits read as an int32."""
+    """Return 32 bits read as an int32."""
     if word >= 1 << 31:
         return word - (1 << 32)
     return word

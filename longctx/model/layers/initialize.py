@@ -21,17 +21,18 @@ COPIED_VALUES = 1 << 24
 
 
 def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
-    """The initial value of the parameter ``name``, float32 on the CPU.
+    """Return the initial value of the parameter ``name``, float32 on the CPU.
 
-    Norms multiply by 1, biases and sinks are 0; all else is normal with ``config.init_std``. Projections that write to
-    the residual stream are smaller by the root of their number, which keeps its variance independent of depth (GPT-2).
+    Norms multiply by 1, biases and sinks are 0; all others are normal with ``config.init_std``. Projections that write
+    to the residual stream are smaller by the root of their number, which keeps its variance independent of depth
+    (GPT-2).
     """
     numel = torch.Size(shape).numel()
     return InitialTensor(name, numel, config, seed).read(0, numel).view(shape)
 
 
 def initial_buffer(name: str) -> float:
-    """Where the values of a buffer start: factors at 1, biases at 0."""
+    """Return the initial value of a buffer: 1 for factors, 0 for biases."""
     return float(name.endswith("layer_scalar"))
 
 
@@ -40,12 +41,12 @@ _TO_STREAM = ("o_proj", "down_proj", "out_proj")
 
 
 def _log_rates(normal: Tensor) -> Tensor:
-    """Logarithms of decay rates that are uniform from 1 to 16 (Mamba-2)."""
+    """Return logarithms of decay rates that are uniform from 1 to 16 (Mamba-2)."""
     return torch.special.ndtr(normal).mul_(15).add_(1).log_()
 
 
 def _rate_biases(normal: Tensor) -> Tensor:
-    """What softplus takes to steps of 0.001 to 0.1, uniform in their logarithm (Mamba)."""
+    """Return inputs that softplus maps to steps of 0.001 to 0.1, uniform in their logarithm (Mamba)."""
     steps = torch.special.ndtr(normal).mul_(math.log(100)).add_(math.log(0.001)).exp_()
     return steps + torch.log(-torch.expm1(-steps))
 
@@ -58,7 +59,7 @@ class InitialTensor:
     """The flattened ``initial_value`` of one parameter, of which any range can be read; best in ascending order."""
 
     def __init__(self, name: str, numel: int, config: ModelConfig, seed: int) -> None:
-        """``numel`` is the number of values of the whole model's tensor."""
+        """Set up the tensor; ``numel`` is the number of values of the full model's tensor."""
         self._name, self._numel, self._seed = name, numel, seed
         self._constant, self._std = _constant(name, config), config.init_std
         self._function = _FUNCTIONS.get(name.split(".")[-2]) if "." in name else None
@@ -69,7 +70,7 @@ class InitialTensor:
         self._drawn, self._block = -1, torch.empty(0)
 
     def read(self, start: int, count: int) -> Tensor:
-        """``count`` values from ``start``, float32 on the CPU."""
+        """Return ``count`` values from ``start``, float32 on the CPU."""
         assert 0 <= start <= start + count <= self._numel, f"{self._name} has no values {start} to {start + count}"
         if self._constant is not None:
             return torch.full((count,), self._constant)
@@ -82,7 +83,7 @@ class InitialTensor:
             else:
                 part.copy_(self._kept(number)[inside : inside + len(part)])
             done += len(part)
-        # Each value depends on its own normal value alone, so ranges of them can be read as of other weights.
+        # Each value depends only on its own normal value, so ranges of them can be read as of other weights.
         if self._function is not None:
             return self._function(out)
         return out.mul_(self._std)
@@ -94,11 +95,11 @@ class InitialTensor:
             block.copy_(self.read(start + at, len(block)))
 
     def _size(self, number: int) -> int:
-        """Values of a block: the last one has what is left."""
+        """Return the number of values of a block: the last one has the rest."""
         return min(BLOCK_VALUES, self._numel - number * BLOCK_VALUES)
 
     def _kept(self, number: int) -> Tensor:
-        """A block, which is kept for the range that goes on inside of it."""
+        """Return a block, which is kept for the range that continues inside of it."""
         if self._drawn != number:
             self._block, self._drawn = torch.empty(self._size(number)), number
             self._draw(number, self._block)
@@ -113,7 +114,7 @@ class InitialTensor:
 
 
 def _sums(name: str, config: ModelConfig) -> int:
-    """Projections that are added to the residual stream of a tensor's stack."""
+    """Return the number of projections that are added to the residual stream of a tensor's stack."""
     if name.startswith("encoder."):
         return 2 * config.encoder_layers
     if config.encoder_layers:
@@ -122,7 +123,7 @@ def _sums(name: str, config: ModelConfig) -> int:
 
 
 def _constant(name: str, config: ModelConfig) -> float | None:
-    """The value of a parameter that is not random."""
+    """Return the value of a parameter that is not random, else None."""
     if name.endswith("norm.weight"):
         # The norm inside of a gated delta layer never adds 1.
         if name.endswith(("self_attn.norm.weight", "self_attn.o_norm.weight")):

@@ -1,6 +1,6 @@
 """PyTorch's linear and embedding layers without their own initialisation, and a weight that is a layer by itself.
 
-``longctx.model.layers.initialize`` gives every tensor values that depend on its name and a seed alone; PyTorch's would
+``longctx.model.layers.initialize`` gives every tensor values that depend only on its name and a seed; PyTorch's would
 cost time and draw from the process's global generator."""
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from longctx.kernels.processor import Products
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` whose weights are left for ``Decoder.initialize`` or a state dict to fill."""
+    """``nn.Linear`` with weights left for ``Decoder.initialize`` or a state dict to fill."""
 
     products: Products = "native"
     """How a CPU multiplies bfloat16; ``set_products`` chooses it for a whole model."""
 
     def forward(self, input: Tensor, *, only_graph: bool = False) -> Tensor:
-        """The product; with ``only_graph`` its graph alone, and NaN (``linear_graph``)."""
+        """Return the product; with ``only_graph`` only its graph, and NaN (``linear_graph``)."""
         # A module finds its attributes slowly: the two would take a tenth of the time of a generated token's product.
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
@@ -32,7 +32,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """``nn.Embedding`` whose table is left for ``Decoder.initialize`` or a state dict to fill."""
+    """``nn.Embedding`` with a table left for ``Decoder.initialize`` or a state dict to fill."""
 
     def reset_parameters(self) -> None:
         """Do nothing."""
@@ -46,7 +46,7 @@ def set_products(model: nn.Module, products: Products) -> None:
 
 
 class Weight(nn.Module):
-    """A parameter that others compute with. Calling it gives a copy: ZeRO-3 takes the parameter back after the call."""
+    """Parameter that other modules use. Calling it returns a copy: ZeRO-3 takes the parameter back after the call."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()

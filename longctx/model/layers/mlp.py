@@ -1,4 +1,4 @@
-"""The FFN of one width, and its activations, which keep their inputs for backward and nothing else.
+"""The FFN of one width, and its activations, which keep only their inputs for backward.
 
 Axes: N tokens (any leading shape), M model width, F FFN width.
 """
@@ -45,7 +45,7 @@ _ACTIVATION_GRADIENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class GatedLinear(Linear):
-    """The projection after a gated activation, which keeps the activation's two inputs and not its result."""
+    """Projection after a gated activation, which keeps the activation's two inputs and not its result."""
 
     def forward(  # type: ignore[override]
         self, gate_NF: Tensor, up_NF: Tensor, kind: str, *, only_graph: bool = False
@@ -54,7 +54,7 @@ class GatedLinear(Linear):
 
 
 class FeedForward(nn.Module):
-    """down(activation(gate(x)) · up(x)), or down(activation(up(x))) where the activation has no gate."""
+    """down(activation(gate(x)) · up(x)), or down(activation(up(x))) if the activation has no gate."""
 
     def __init__(self, config: ModelConfig, ffn_size: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class FeedForward(nn.Module):
             self.down_proj = Linear(ffn_size, M, bias=bias)
 
     def forward(self, x_NM: Tensor, *, only_graph: bool = False) -> Tensor:
-        """The output; with ``only_graph`` NaN, for a second run of which backward reads no output."""
+        """Return the output; with ``only_graph`` NaN, for a second run if backward does not read its output."""
         if self.is_gated:
             gate_NF, up_NF = self.gate_proj(x_NM), self.up_proj(x_NM)
             return self.down_proj(gate_NF, up_NF, self.activation, only_graph=only_graph)
@@ -82,18 +82,18 @@ _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
 
 
 def gated(kind: str, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None) -> Tensor:
-    """activation(gate) · up, each row times ``scale`` where one is given. Autograd sees nothing of it."""
+    """Return activation(gate) · up, each row times ``scale`` if one is given. Autograd does not record it."""
     product = _product(kind, gate_NF, up_NF)
     if scale_N is None:
         return product
-    # Float32 scales: multiplied in float32 and rounded once, and never there as a whole in float32.
+    # Float32 scales: multiplied in float32 and rounded once, without a full product in float32.
     return product.mul_(scale_N.unsqueeze(-1))
 
 
 def gated_backward(
     kind: str, dout_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of ``gated`` for gate, up and scale; ``dout`` is overwritten."""
+    """Return the gradients of ``gated`` for gate, up and scale; ``dout`` is overwritten."""
     dscale = None
     if scale_N is not None:
         # one number from F channels: summed in float32
@@ -115,13 +115,14 @@ def gated_linear(
     products: Products,
     only_graph: bool = False,
 ) -> Tensor:
-    """(activation(gate) · up) · weightᵀ + bias, [N, M]; backward forms the inner product again and keeps none of it.
+    """Return (activation(gate) · up) · weightᵀ + bias, [N, M].
 
-    With ``only_graph`` nothing is computed, and the result is NaN (``linear_graph``).
+    Backward forms the inner product again, so it is not kept. With ``only_graph`` no value is computed, and the result
+    is NaN (``linear_graph``).
     """
     if not torch.is_grad_enabled():
         return multiply(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
-    # Its gradient asks autograd, which a graph cannot hold; what a graph keeps, its partitioner decides as well.
+    # Its gradient uses autograd, which a graph cannot hold; the kept tensors of a graph are its partitioner's choice.
     if kind == "swiglu_oai" and torch.compiler.is_compiling():
         multiplied = linear
         if only_graph:
@@ -131,7 +132,7 @@ def gated_linear(
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Saves the parameter itself: ZeRO-3 frees a gathered weight by emptying the parameter."""
+    """Autograd function that saves the parameter itself: ZeRO-3 frees a gathered weight by emptying the parameter."""
 
     @staticmethod
     def forward(
@@ -165,7 +166,7 @@ class _GatedLinear(torch.autograd.Function):
             dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], products=ctx.products
         )
         assert dinner is not None
-        # Where backward is largest: of five tensors of this size that are then alive two are results.
+        # Here backward is largest: of the five tensors of this size that are then alive two are results.
         del inner
         dgate, dup = _product_gradient(ctx.kind, dinner, gate, up, activated)
         dbias: Tensor | None = None
@@ -175,7 +176,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
-    """activation(gate) · up, in new memory."""
+    """Return activation(gate) · up, in new memory."""
     if kind == "swiglu_oai":
         gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
         return (gate * torch.sigmoid(_OAI_ALPHA * gate)).mul_(up + 1)
@@ -185,9 +186,9 @@ def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
 def _product_gradient(
     kind: str, dout: Tensor, gate: Tensor, up: Tensor, activated: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up; ``dout`` is overwritten, and ``activated``, the function of gate, where it is given."""
+    """Return the gradients of gate and up; overwrite ``dout``, and ``activated``, the function of gate, if given."""
     if kind == "swiglu_oai":
-        # no operator of PyTorch's has this gradient: its pieces' are put together by autograd, on this product alone
+        # PyTorch has no operator for this gradient: autograd composes it from its pieces', on this product only
         with torch.enable_grad():
             inputs = gate.detach().requires_grad_(), up.detach().requires_grad_()
             bounded, other = inputs[0].clamp(max=_OAI_LIMIT), inputs[1].clamp(-_OAI_LIMIT, _OAI_LIMIT)

@@ -13,7 +13,7 @@ from longctx.kernels.rms_norm import rms_norm
 
 
 def build_norm(config: ModelConfig, size: int) -> nn.Module:
-    """The config's norm over ``size`` channels."""
+    """Build the config's norm over ``size`` channels."""
     if config.norm == "layernorm":
         return LayerNorm(size, eps=config.norm_eps)
     return RMSNorm(size, eps=config.norm_eps, offset=config.norm_offset)

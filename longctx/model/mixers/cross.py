@@ -1,4 +1,4 @@
-"""Cross attention: queries of the batch's tokens, keys and values of a source's, and what a pass tells it.
+"""Cross attention: queries of the batch's tokens, keys and values of a source's, and its arguments in a pass.
 
 Axes: B rows, t tokens of this rank, s those of the source, M model width, H query heads, K key/value heads, D head
 size.
@@ -19,7 +19,7 @@ from longctx.model.source import EncodedSource
 
 
 class CrossAttention(nn.Module):
-    """Projections as those of softmax attention. There are no positions in them: the source's tokens have theirs."""
+    """Projections as in softmax attention, but without positions: the source's tokens have theirs."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -38,15 +38,15 @@ class CrossAttention(nn.Module):
             self.k_norm = build_norm(config, D)
 
     def queries(self, x_BtM: Tensor) -> Tensor:
-        """Queries [B, t, H, D]."""
+        """Return queries [B, t, H, D]."""
         return self._heads(self.q_proj(x_BtM), "q_norm")
 
     def keys_and_values(self, source_BsM: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, s, K, D] of a source, on the ranks that hold it."""
+        """Return keys and values [B, s, K, D] of a source, on the ranks that hold it."""
         return self._heads(self.k_proj(source_BsM), "k_norm"), self._heads(self.v_proj(source_BsM), "")
 
     def output(self, heads_BtHD: Tensor) -> Tensor:
-        """The heads' outputs mixed back to the model width [B, t, M]."""
+        """Mix the heads' outputs back to the model width [B, t, M]."""
         return self.o_proj(heads_BtHD.flatten(-2))
 
     def _heads(self, x_BtC: Tensor, norm: str) -> Tensor:
@@ -60,7 +60,7 @@ class CrossAttention(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class CrossCall:
-    """What a forward pass tells the cross attention of its layers."""
+    """Arguments of a forward pass for the cross attention of its layers."""
 
     core: PassCore
     plan: Plan

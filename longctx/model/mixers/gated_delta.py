@@ -36,8 +36,8 @@ from longctx.model.rotary import RotaryTable
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet (arXiv 2412.06464; Qwen3-Next): one decay a head, and a SiLU gate on the normed output.
 
-    The core takes what the projections give of a key head: its query, its key, and its values beside which stand the
-    inputs of decay and β. Positions are the core's own affair: there is no rotary table.
+    The core takes the query, the key and the values of each key head, with the inputs of decay and β appended to the
+    values. Positions are up to the core: there is no rotary table.
     """
 
     gates_output = True
@@ -57,10 +57,10 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(values, M, bias=False)
 
     def core_weights(self) -> tuple[Tensor, ...]:
-        """``Weights`` of the rule, heads first."""
+        """Return the ``Weights`` of the rule, heads first."""
         K, D = self.sizes.key_heads, self.sizes.key_dim
         conv_CR = self.conv1d().squeeze(1)
-        # On disk all queries' channels come first, then all keys'; the core takes what belongs to a key head.
+        # On disk all queries' channels come first, then all keys'; the core takes them by key head.
         parts = conv_CR.split((K * D, K * D, len(conv_CR) - 2 * K * D))
         conv_KCR = torch.cat([part.unflatten(0, (K, -1)) for part in parts], dim=1)
         rates = self.A_log().unflatten(0, (K, -1))
@@ -68,29 +68,29 @@ class GatedDeltaNet(nn.Module):
 
     @staticmethod
     def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
-        """The heads of what ``project`` gives."""
+        """Return the heads of the results of ``project``."""
         K, H, D, V, _ = config.delta_sizes
         return Heads(K, K, D, H // K * (V + 2))
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, t, K, D], values [B, t, K, G·V] and behind them the inputs of decay and β."""
+        """Return queries and keys [B, t, K, D], and values [B, t, K, G·V] followed by the inputs of decay and β."""
         K = self.sizes.key_heads
         q, k, v = self._channels(x_BtM, only_graph=only_graph)
-        # They travel with the values: whoever stores or sends these needs to know of no further tensor.
+        # They travel with the values, so that code that stores or sends these needs no further tensor.
         a, b = (f(x_BtM, only_graph=only_graph).unflatten(-1, (K, -1)) for f in (self.in_proj_a, self.in_proj_b))
         return q, k, torch.cat((v, a, b), dim=-1)
 
     def _channels(self, x_BtM: Tensor, *, only_graph: bool) -> list[Tensor]:
-        """Queries and keys [B, t, K, D], and values [B, t, K, G·V]."""
+        """Return queries and keys [B, t, K, D], and values [B, t, K, G·V]."""
         K, D = self.sizes.key_heads, self.sizes.key_dim
         channels = self.in_proj_qkv(x_BtM, only_graph=only_graph)
         parts = channels.split((K * D, K * D, channels.shape[-1] - 2 * K * D), dim=-1)
         return [part.unflatten(-1, (K, -1)) for part in parts]
 
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
-        """The values' outputs [B, t, K, G·V], normed and gated, mixed back to the model width [B, t, M]."""
+        """Norm and gate the values' outputs [B, t, K, G·V], and mix them back to the model width [B, t, M]."""
         assert input_BtM is not None
         # From the input, and not from the projections: a gate that is stored would be as wide as the values.
         gate_BtHV = self.in_proj_z(input_BtM).unflatten(-1, (self.sizes.value_heads, -1))
@@ -210,7 +210,7 @@ class GatedNorm(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class LocalDeltaPlan:
-    """The segments that states pass through, and the factor of β."""
+    """Segments that states pass through, and the factor of β."""
 
     segments: Segments
     beta_scale: float
@@ -225,7 +225,7 @@ class LocalGatedDelta(AttentionCore):
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> LocalDeltaPlan:
-        """The documents as segments; with a cache one segment, which continues what the cache has seen."""
+        """Return the documents as segments; with a cache one segment, which continues the cached tokens."""
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
             return LocalDeltaPlan(Segments(mask.documents), shapes.beta_scale)
@@ -247,7 +247,7 @@ class LocalGatedDelta(AttentionCore):
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Output [B, t, K, G·V]; there are no ``scores``."""
+        """Return the output [B, t, K, G·V]; there are no ``scores``."""
         B, T, K = q_BtKD.shape[:3]
         given = weights_of(weights)
         if cache is None:
@@ -265,14 +265,14 @@ class LocalGatedDelta(AttentionCore):
 
 
 def as_tokens(q_BtKD: Tensor, k_BtKD: Tensor, v_BtKX: Tensor, weights: Weights | StateSpaceWeights) -> Tokens:
-    """What ``GatedDeltaNet.project`` gives, taken apart."""
+    """Split the results of ``GatedDeltaNet.project`` into the fields of ``Tokens``."""
     G, X = weights.rate_bias_KGX.shape[1:]
     v, a, b = v_BtKX.split((v_BtKX.shape[-1] - G * X - G, G * X, G), dim=-1)
     return Tokens(q_BtKD, k_BtKD, v.unflatten(-1, (G, -1)), a.unflatten(-1, (G, X)), b)
 
 
 def newest(tokens: Tokens, weights: Weights | StateSpaceWeights, carried: Carried | None) -> Tensor:
-    """The channels of the last tokens, which the convolution of the next ones reads, [1, B, R, K, C]."""
+    """Return the channels of the last tokens, which the convolution of the next ones reads, [1, B, R, K, C]."""
     reach = weights.conv_KCR.shape[-1] - 1
     num_tokens = tokens.q_BtKD.shape[1]
     own = tokens.channels(slice(max(0, num_tokens - reach), num_tokens))

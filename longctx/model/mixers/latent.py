@@ -24,8 +24,8 @@ _LATENT_EPS = 1e-6
 class LatentAttention(nn.Module):
     """Multi-head latent attention (arXiv 2405.04434 §2.1): heads unfold from narrow latents of queries and of keys.
 
-    A key is what its head unfolds, beside rotated channels that all heads share. A cache stores no unfolded keys but
-    the latents: queries are folded instead, so that all heads share one key, whose first channels are its value.
+    A key has channels that its head unfolds, and rotated channels that all heads share. A cache stores the latents and
+    no unfolded keys: queries are folded instead, so that all heads share one key. Its first channels are the value.
     """
 
     gates_output = False
@@ -57,12 +57,12 @@ class LatentAttention(nn.Module):
             self.sinks = Weight(H)
 
     def core_weights(self) -> tuple[Tensor, ...]:
-        """The sinks, a logit for each head; none if it has none."""
+        """Return the sinks, a logit for each head; empty if there are none."""
         return () if self.sinks is None else (self.sinks(),)
 
     @staticmethod
     def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
-        """The heads of what ``project`` gives: for a cache the latents, which all heads share."""
+        """Return the heads of the results of ``project``: for a cache the latents, which all heads share."""
         if cached:
             return Heads(
                 config.num_heads,
@@ -77,10 +77,10 @@ class LatentAttention(nn.Module):
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, t, H, D], values [B, t, H, V]; a head's last channels are rotary.
+        """Return queries and keys [B, t, H, D], values [B, t, H, V]; a head's last channels are rotary.
 
-        With ``only_graph`` what no backward reads is NaN. For a cache queries [B, t, H, C + R], keys [B, t, 1, C + R],
-        and their first C channels as values.
+        With ``only_graph`` values that no backward reads are NaN. For a cache queries [B, t, H, C + R], keys
+        [B, t, 1, C + R], and their first C channels as values.
         """
         q_BtHD = self._queries(x_BtM, only_graph=only_graph).unflatten(-1, (self.num_heads, -1))
         N, R = q_BtHD.shape[-1] - self.rope_head_dim, self.rope_head_dim
@@ -105,13 +105,13 @@ class LatentAttention(nn.Module):
         return q, k, v_BtHV
 
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
-        """The heads' outputs mixed back to the model width [B, t, M]; for a cache, outputs [B, t, H, C] are latents."""
+        """Mix the heads' outputs back to the model width [B, t, M]; for a cache, outputs [B, t, H, C] are latents."""
         if cached:
             heads_BtHV = torch.einsum("bthc,hvc->bthv", heads_BtHV, self._unfolding()[:, -self.value_dim :])
         return self.o_proj(heads_BtHV.flatten(-2))
 
     def _unfolding(self) -> Tensor:
-        """What unfolds a latent to each head's key and value, [H, N + V, C]."""
+        """Return the weight that unfolds a latent to each head's key and value, [H, N + V, C]."""
         return self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
 
     def _queries(self, x_BtM: Tensor, *, only_graph: bool) -> Tensor:
@@ -121,7 +121,7 @@ class LatentAttention(nn.Module):
 
 
 class UnfoldedLatentAttention(LatentAttention):
-    """The same with a cache that holds no latents: linear attention has a state of keys, which are unfolded."""
+    """Latent attention with a cache that holds no latents: the state of linear attention is of unfolded keys."""
 
     @staticmethod
     def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:

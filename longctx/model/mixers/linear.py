@@ -19,7 +19,7 @@ from longctx.model.recompute import RecomputeCache
 
 @dataclass(frozen=True, eq=False)
 class LocalLinearPlan:
-    """The segments whose keys are summed, and whether a state enters the first or leaves it."""
+    """Segments of keys to sum, with the states that enter or leave them, and whether attention is causal."""
 
     segments: Segments
     causal: bool
@@ -34,7 +34,7 @@ class LocalLinearAttention(AttentionCore):
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> LocalLinearPlan:
-        """The documents as segments; with a cache one segment, which continues what the cache has seen."""
+        """Return the documents as segments; with a cache one segment, which continues the cached tokens."""
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
             return LocalLinearPlan(Segments(mask.documents), mask.causal)
@@ -57,7 +57,7 @@ class LocalLinearAttention(AttentionCore):
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Output [B, t, H, V]. ``scores`` and ``weights`` are those of softmax, and recomputation forms sums again."""
+        """Return output [B, t, H, V]. ``scores`` and ``weights`` are softmax's; recomputation forms the sums again."""
         B, T, H, _ = q_BtHD.shape
         if cache is not None:
             segments, carried = plan.segments, cache.state

@@ -1,7 +1,7 @@
 """``MixerNetwork``: the projections around a core: queries, keys and values with their positions, and the way back.
 
-The block calls the core, which it is handed, in between. ``project`` and ``output`` are told whether a cache is to
-store the keys: those of latent attention are then the latents.
+The block calls the core in between. ``cached`` tells ``project`` and ``output`` whether a cache stores the keys: those
+of latent attention are then the latents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from longctx.model.rotary import RotaryTable
 
 
 class Heads(NamedTuple):
-    """Keys and values as the core has them."""
+    """Numbers and sizes of the heads that the core takes."""
 
     num_heads: int
     """Query heads."""
@@ -30,7 +30,7 @@ class Heads(NamedTuple):
 
 
 class MixerNetwork(Protocol):
-    """A module with the weights of a layer's mixer."""
+    """Module with the weights of a layer's mixer."""
 
     gates_output: bool
     """Whether ``output`` reads the layer's normed input as well."""
@@ -38,20 +38,20 @@ class MixerNetwork(Protocol):
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None: ...
 
     def core_weights(self) -> tuple[Tensor, ...]:
-        """The weights that the core computes with, heads first."""
+        """Return the weights that the core computes with, heads first."""
         ...
 
     @staticmethod
     def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
-        """The heads of what ``project`` gives in layers with this mixer."""
+        """Return the heads of the results of ``project`` in layers with this mixer."""
         ...
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the tokens. With ``only_graph`` what no backward reads is NaN."""
+        """Return queries, keys and values of the tokens. With ``only_graph`` values that no backward reads are NaN."""
         ...
 
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
-        """The heads' outputs mixed back to the model width [B, t, M]; ``input_BtM`` if ``gates_output``."""
+        """Mix the heads' outputs back to the model width [B, t, M]; ``input_BtM`` is given if ``gates_output``."""
         ...

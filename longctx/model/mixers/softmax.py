@@ -57,25 +57,26 @@ class GroupedQueryAttention(nn.Module):
             self.sinks = Weight(H)
 
     def core_weights(self) -> tuple[Tensor, ...]:
-        """The sinks, a logit for each query head; none if it has none."""
+        """Return the sinks, a logit for each query head; empty if there are none."""
         return () if self.sinks is None else (self.sinks(),)
 
     @staticmethod
     def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
-        """The heads of what ``project`` gives."""
+        """Return the heads of the results of ``project``."""
         K, D = mixer.key_heads(config)
         keys = D
         if config.position == "relative":
-            # Channels of the distance stand beside those of the content.
+            # Channels of the distance follow those of the content.
             keys += config.hidden_size
         return Heads(config.num_heads, K, keys, D)
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, t, H, D], keys [B, t, K, D] and values [B, t, K, V], positions in the first two.
+        """Return queries [B, t, H, D], keys [B, t, K, D] and values [B, t, K, V], with positions in the first two.
 
-        With relative positions queries and keys are wider than D. With ``only_graph`` what no backward reads is NaN.
+        With relative positions queries and keys are wider than D. With ``only_graph`` values that no backward reads are
+        NaN.
         """
         # Norms read both, and relative positions are a product with the queries.
         skips = only_graph and self.qk_norm == "none" and self.relative is None and not self.v_norm
@@ -101,7 +102,7 @@ class GroupedQueryAttention(nn.Module):
         return q, k, v
 
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
-        """The heads' outputs, gated if the model has such gates, mixed back to the model width [B, t, M]."""
+        """Gate the heads' outputs if the model has such gates, and mix them back to the model width [B, t, M]."""
         if input_BtM is not None:
             gates_BtHV = self.gate_proj(input_BtM).unflatten(-1, heads_BtHV.shape[2:])
             heads_BtHV = heads_BtHV * torch.sigmoid(gates_BtHV)
@@ -111,8 +112,9 @@ class GroupedQueryAttention(nn.Module):
 class RelativePositions(nn.Module):
     """Transformer-XL's scores (q + u)·k + (q + v)·W·r(i − j), r being sinusoids (arXiv 1901.02860 §3.3).
 
-    sin and cos of i − j are sums of products of those of i and of j, so the second term is a dot product too, of
-    channels that a query has from q and i and a key from j alone. Any kernel, and any ring, then computes it exactly.
+    sin and cos of i − j are sums of products of those of i and of j, so the second term is a dot product too: of
+    query channels made from q and i, and key channels made from j only. Any kernel, and any ring, then computes it
+    exactly.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -123,7 +125,7 @@ class RelativePositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(H, D, P))
 
     def forward(self, q_BtHD: Tensor, k_BtKD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [B, t, H, D + P] and keys [B, t, K, D + P]; the table is [B, t, P/2]."""
+        """Return queries [B, t, H, D + P] and keys [B, t, K, D + P]; the table is [B, t, P/2]."""
         factors_BtHP = _HeadProduct.apply(q_BtHD + self.position_bias, self.weight)
         # The factors a of sin(i − j) and b of cos(i − j) are formed in the table's dtype, as the angles are.
         a, b = factors_BtHP.to(cos.dtype).chunk(2, dim=-1)
@@ -132,16 +134,16 @@ class RelativePositions(nn.Module):
         of_cos_j = a * sin_i + b * cos_i
         of_sin_j = b * sin_i - a * cos_i
         q = torch.cat((q_BtHD + self.content_bias, of_cos_j.to(q_BtHD.dtype), of_sin_j.to(q_BtHD.dtype)), dim=-1)
-        # What a key has of its position is the same in all heads.
+        # The position channels of a key are the same in all heads.
         position_Bt1P = torch.cat((cos_i, sin_i), dim=-1).to(k_BtKD.dtype)
         k = torch.cat((k_BtKD, position_Bt1P.expand(-1, -1, k_BtKD.shape[2], -1)), dim=-1)
         return q, k
 
 
 class _HeadProduct(torch.autograd.Function):
-    """[B, t, H, D] times each head's [D, P].
+    """Autograd function of [B, t, H, D] times each head's [D, P].
 
-    Saves the parameter itself and no view of it, as einsum would: ZeRO-3 frees a gathered weight by emptying the
+    It saves the parameter itself, not a view as einsum would: ZeRO-3 frees a gathered weight by emptying the
     parameter, and a view would hold it until backward.
     """
 

@@ -28,9 +28,10 @@ NETWORKS: dict[str, type[MixerNetwork]] = {
 
 
 def with_local_cores(cores: Mapping[str, AttentionCore], products: Products) -> dict[str, AttentionCore]:
-    """The cores, and those in one process for what they leave out. ConfigError for names that no mixer has.
+    """Return the cores, with cores in one process for missing names.
 
-    That of cross attention, ``cross``, is softmax attention's if it is left out.
+    That of cross attention, ``cross``, is softmax attention's if it is missing. Raise ConfigError for names that no
+    mixer has.
     """
     local: dict[str, AttentionCore] = {
         "softmax": LocalAttention(products=products),
@@ -42,5 +43,5 @@ def with_local_cores(cores: Mapping[str, AttentionCore], products: Products) -> 
     if unknown:
         raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {known}.")
     found = {**local, **cores}
-    # Over ranks as well: cross attention is softmax attention whose keys have documents of their own.
+    # Over ranks as well: cross attention is softmax attention with separate documents for the keys.
     return {CROSS: found["softmax"], **found}

@@ -1,1 +1,1 @@
-"""Whether what ranks send one another arrives as it was sent."""
+"""Checks that messages between ranks arrive as they were sent."""

@@ -1,4 +1,4 @@
-"""Which messages did not arrive as they were sent: ranks compare their ledgers message by message, once one differs."""
+"""Messages that did not arrive as they were sent: ranks compare ledgers message by message, once a sum differs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOLD = 3
 
 @dataclass(frozen=True)
 class _Noted:
-    """One rank's ledger, with sums as numbers."""
+    """Ledger of one rank, with sums as numbers."""
 
     host: str
     sent: list[tuple[Message, int]]
@@ -28,7 +28,7 @@ class _Noted:
 
 @dataclass(frozen=True)
 class _Wrong:
-    """A message that arrived otherwise than it was sent."""
+    """Message that did not arrive as it was sent."""
 
     sent: Message | None
     """None where the sender has no such message."""
@@ -41,13 +41,13 @@ class _Wrong:
 
     @property
     def message(self) -> Message:
-        """The message, as the receiver saw it where it did."""
+        """Message as the receiver saw it, or else as the sender did."""
         found = self.received or self.sent
         assert found is not None
         return found
 
     def describe(self) -> str:
-        """What arrived where, and what it was."""
+        """Return a sentence with the message's route and the bytes that arrived instead."""
         message = self.message
         text = f"rank {message.receiver} got {message.kind.words} from rank {message.sender} ({message.where()})"
         if self.sent is None:
@@ -64,13 +64,13 @@ class _Wrong:
 
 
 def find_differences(ledger: Ledger) -> str:
-    """What to tell a user of the messages that did not arrive as they were sent, the same on every rank. Collective."""
+    """Return a text on the messages that did not arrive as they were sent, the same on every rank. Collective."""
     ranks = _gather(ledger)
     wrong = [error for receiver in range(len(ranks)) for error in _wrong_at(receiver, ranks)]
     wrong.sort(key=_time)
     lines = [error.describe() for error in wrong[:_TOLD]]
     lines = [lines[0][0].upper() + lines[0][1:], *lines[1:]] if lines else ["The sums of messages themselves differ."]
-    # Many messages of one pair point to a link or a host, one of each pair to the rank that they have in common.
+    # Many messages of one pair point to a link or a host, one of each pair to the rank that they share.
     pairs = Counter((error.message.sender, error.message.receiver) for error in wrong)
     if len(wrong) > 1:
         most = pairs.most_common(_TOLD)
@@ -84,8 +84,8 @@ def find_differences(ledger: Ledger) -> str:
 
 
 def _gather(ledger: Ledger) -> list[_Noted]:
-    """Every rank's ledger, on every rank."""
-    # All of it, and not what differs alone: a run that ends has the time, and what arrived may be of any message.
+    """Return every rank's ledger, on every rank."""
+    # All entries, not only those that differ: a run that ends has the time, and the bytes may be of any message.
     mine = _Noted(socket.gethostname(), _numbers(ledger.sent), _numbers(ledger.received), _numbers(ledger.sent_before))
     return gather_objects(mine)
 
@@ -101,8 +101,8 @@ def _numbers(entries: Sequence[Entry]) -> list[tuple[Message, int]]:
 
 
 def _wrong_at(receiver: int, ranks: Sequence[_Noted]) -> list[_Wrong]:
-    """What came to one rank otherwise than it was sent."""
-    # By identity, and not by place: where a rank left one out, those behind it are found all the same.
+    """Return the messages that did not arrive at one rank as they were sent."""
+    # By identity, not by position: if a rank left one out, those after it are still matched.
     sent = {}
     for rank in ranks:
         sent.update({m.identity: (m, total) for m, total in rank.sent if m.receiver == receiver})
@@ -118,9 +118,9 @@ def _wrong_at(receiver: int, ranks: Sequence[_Noted]) -> list[_Wrong]:
 
 
 def _content(total: int, message: Message, sender: _Noted) -> tuple[Message | None, bool]:
-    """The sender's message with this sum, the nearest one before first; and whether it is of the step before."""
+    """Return the sender's message with this sum, the nearest one if several; and whether it is of the step before."""
     same = [m for m, other in sender.sent if other == total]
-    # A message that came twice, or late, was sent before; one that came early was sent behind it.
+    # A message that came twice, or late, was sent before; one that came early was sent after it.
     same.sort(key=lambda m: (m.receiver != message.receiver, abs(m.ordinal - message.ordinal)))
     if same:
         return same[0], False
@@ -131,6 +131,6 @@ def _content(total: int, message: Message, sender: _Noted) -> tuple[Message | No
 
 
 def _time(error: _Wrong) -> tuple[int, bool, int]:
-    """Orders errors roughly as they came: what follows from the first one is of less use."""
+    """Return a key that orders errors roughly as they came: later ones may follow from the first."""
     message = error.message
     return message.micro_batch, message.part == "backward", message.ordinal

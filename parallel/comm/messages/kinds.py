@@ -1,4 +1,4 @@
-"""``Kind``: what ranks send one another."""
+"""``Kind``: the kinds of messages between ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """What a message holds. Its number is a part of the message's identity, so both sides have the same."""
+    """Kind of a message's content. Its number is a part of the message's identity, so both sides have the same."""
 
     words: str
     """As a sentence has it."""
 
     def __new__(cls, number: int, words: str) -> Kind:
-        """Set the number as value, and the words beside it."""
+        """Create the member with the number as its value, and set its words."""
         kind = int.__new__(cls, number)
         kind._value_, kind.words = number, words
         return kind

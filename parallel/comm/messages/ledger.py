@@ -1,8 +1,8 @@
-"""``Ledger``: a rank's sums of what it sent and received since all ranks last compared theirs.
+"""``Ledger``: a rank's sums of its sent and received messages since all ranks last compared theirs.
 
-No message grows for it, and no rank waits: sender and receiver each note a sum of the bytes under the message's
-identity, and at the end of a step one number of all ranks says whether every message arrived as it was sent. Only where
-it says no do ranks look for the message (``differences.py``).
+Messages do not grow for it, and no rank waits: sender and receiver each note a sum of the bytes under the message's
+identity, and at the end of a step one number over all ranks tells whether every message arrived as it was sent. Only if
+one did not do ranks look for it (``differences.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BITS_32 = (1 << 32) - 1
 
 
 class Message(NamedTuple):
-    """A message's identity, the same on both sides, and what else is known of it on this side."""
+    """Identity of a message, the same on both sides, and further facts known on this side."""
 
     kind: Kind
     sender: int
@@ -41,11 +41,11 @@ class Message(NamedTuple):
 
     @property
     def identity(self) -> tuple[int, int, int, int]:
-        """What both sides know alike."""
+        """Key that both sides know."""
         return self.kind, self.sender, self.receiver, self.ordinal
 
     def where(self) -> str:
-        """On a line: "forward of micro-batch 0, layer 3, hop 1"."""
+        """Return its place on one line: "forward of micro-batch 0, layer 3, hop 1"."""
         text = self.part
         if self.part in ("forward", "backward"):
             text += f" of micro-batch {self.micro_batch}"
@@ -57,7 +57,7 @@ class Message(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A message and the sum of its bytes, as one side saw them."""
+    """Message and the sum of its bytes, as one side saw them."""
 
     message: Message
     sum: Sum
@@ -71,13 +71,13 @@ class Arrival:
     messages: Sequence[Message]
 
     def note(self, received: Sequence[Sequence[Tensor]]) -> None:
-        """Note what has arrived: the tensors of each message, one piece of memory each."""
+        """Note the messages that have arrived: the tensors of each, which are contiguous in memory."""
         for message, tensors in zip(self.messages, received, strict=True):
             self.ledger.received.append(Entry(message, bit_sum(tensors)))
 
 
 class Ledger:
-    """What this rank sent and received. Not to be shared between threads."""
+    """Sums of the messages that this rank sent and received. Not to be shared between threads."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -89,7 +89,7 @@ class Ledger:
         self._ordinals: Counter[tuple[Kind, int, int]] = Counter()
 
     def begin(self, micro_batch: int) -> None:
-        """Say which micro-batch of its step is computed from now on."""
+        """Set the micro-batch of the step that is computed from now on."""
         self.micro_batch = micro_batch
 
     def post(
@@ -101,10 +101,10 @@ class Ledger:
         layer: int = -1,
         hop: int = -1,
     ) -> Arrival:
-        """Note messages that are under way, by receiver; returns where to note those from ``sources``.
+        """Note messages that are under way, by receiver; return the ``Arrival`` that notes those from ``sources``.
 
-        Called once messages have been started, in the order in which both sides start them. Tensors are one piece of
-        memory each, and are not written to until they are through. ``layer`` is the one that was entered last.
+        Call it once messages have been started, in the order in which both sides start them. Each tensor is contiguous
+        in memory, and is not written to until it has been sent. ``layer`` is by default the one entered last.
         """
         if layer < 0:
             layer = DOING.layer
@@ -114,7 +114,7 @@ class Ledger:
         return Arrival(self, [self._message(kind, source, self.rank, layer, hop) for source in sources])
 
     def post_same(self, kind: Kind, tensors: Sequence[Tensor], others: Sequence[int], *, layer: int = -1) -> Arrival:
-        """``post`` of one content to all ``others``, each of which sends its own here: a gather."""
+        """Note one content sent to all ``others``, each of which sends its own here: ``post`` for a gather."""
         if layer < 0:
             layer = DOING.layer
         # Summed once, whatever the number of receivers.
@@ -124,16 +124,16 @@ class Ledger:
         return Arrival(self, [self._message(kind, source, self.rank, layer, -1) for source in others])
 
     def balance(self, device: torch.device) -> Tensor:
-        """This rank's part of a number that is 0 over all ranks where every message arrived as it was sent.
+        """Return this rank's part of a number that is 0 over all ranks if every message arrived as it was sent.
 
-        Two float64 on ``device``, 32 bits each, so that a sum over a million ranks is exact. No host sync.
+        It is two float64 on ``device``, 32 bits each, so that a sum over a million ranks is exact. No host sync.
         """
         sent, received = (_digest(entries, device) for entries in (self.sent, self.received))
         difference = sent - received
         return torch.stack((difference & _BITS_32, (difference >> 32) & _BITS_32)).double()
 
     def settle(self) -> None:
-        """Begin anew: all ranks have compared."""
+        """Start again with an empty ledger: all ranks have compared."""
         self.sent_before, self.sent, self.received = self.sent, [], []
         self._ordinals.clear()
 
@@ -146,21 +146,21 @@ class Ledger:
 
 
 def is_balanced(sums: Tensor) -> bool:
-    """Whether the sum of ``Ledger.balance`` over all ranks is 0 modulo 2^64. Waits for the device."""
+    """Return whether the sum of ``Ledger.balance`` over all ranks is 0 modulo 2^64. Waits for the device."""
     low, high = sums.tolist()
     return (int(low) + (int(high) << 32)) % (1 << 64) == 0
 
 
 def _digest(entries: Sequence[Entry], device: torch.device) -> Tensor:
-    """The sum of all entries, each mixed with its identity, int64 on ``device``."""
+    """Return the sum of all entries, each mixed with its identity, as int64 on ``device``."""
     if not entries:
         return torch.zeros((), dtype=torch.int64, device=device)
     keys = np.array([_key(entry.message) for entry in entries], dtype=np.int64)
     identities = torch.from_numpy(keys).to(device, non_blocking=True)
-    # Mixed twice: neither do two messages that changed places keep the sum, nor two errors cancel each other.
+    # Mixed twice: swapping two messages changes the sum, and two errors do not cancel each other.
     return mixed(mixed(identities) + stacked([entry.sum for entry in entries], device)).sum()
 
 
 def _key(message: Message) -> int:
-    """An identity as one number below 2^63, for up to 2^18 ranks and 2^22 messages of a kind between two of them."""
+    """Return an identity as a number below 2^63, for up to 2^18 ranks and 2^22 messages of a kind between two."""
     return (message.kind << 58) | (message.sender << 40) | (message.receiver << 22) | (message.ordinal & 0x3FFFFF)

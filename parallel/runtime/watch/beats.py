@@ -1,4 +1,4 @@
-"""What a rank says of itself while it runs, and whether it still hears of the hub: a thread of every rank."""
+"""Reports of a running rank's state, and the check that the hub is still heard: a thread of every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OTHERS_SECONDS = 0.5
 
 
 class Beats:
-    """Looks at the main thread, tells the hub, and ends this process when the hub is not heard of any more."""
+    """Thread that watches the main thread, reports to the hub, and ends this process when the hub falls silent."""
 
     def __init__(self, options: WatchOptions) -> None:
         self._options = options
@@ -34,16 +34,16 @@ class Beats:
         self._state: RankState | None = None
 
     def start(self, line: Connection) -> None:
-        """Begin, once all ranks have come."""
+        """Start the thread, once all ranks have come."""
         self._line = line
         threading.Thread(target=self._run, name="watch beats", daemon=True).start()
 
     def stop(self) -> None:
-        """Say no more."""
+        """Stop reporting."""
         self._stops.set()
 
     def explain(self, causes: list[RankProcess]) -> None:
-        """Write the stacks of this process, and tell the hub where it is: the run hangs, because of ``causes``."""
+        """Write the stacks of this process, and tell the hub where it is: the run hangs because of ``causes``."""
         where = place_of_main()
         self.write(where)
         if self._line is not None:
@@ -51,7 +51,7 @@ class Beats:
             self._line.tell("report", where=where, states=states)
 
     def _run(self) -> None:
-        """Look and tell until the run is over."""
+        """Look and report until the run is over."""
         line, options = self._line, self._options
         assert line is not None
         told = heard_at = self._clock.tick()
@@ -62,7 +62,7 @@ class Beats:
             if now - told >= 0.99 * options.beat:
                 told = now
                 line.tell("beat", state=vars(self._state))
-            # Whatever the hub says, it is there.
+            # Any message shows that the hub is there.
             if line.messages != heard:
                 heard, heard_at = line.messages, now
             elif now - heard_at >= options.limit and line.first is None:
@@ -79,15 +79,15 @@ class Beats:
         return write_stacks(self._options.folder, self._options.rank, described)
 
     def _end_without_hub(self, seconds: float) -> None:
-        """Rank 0 is silent, and with it the hub: each rank says so for itself, and one on each machine to the user."""
+        """End this process: rank 0 and its hub are silent. Each rank reports it; one per machine tells the user."""
         line, options = self._line, self._options
         assert line is not None
-        # All ranks come here within a beat, and nobody is left to ask: what they were in stands in their files.
+        # All ranks come here within a beat, and there is no hub to ask: their last states are in their files.
         own = self.write(place_of_main())
         hub = next((process for process in line.neighbours if process.rank == 0), None)
         state, kills = "", ()
         if hub is not None:
-            # Before another rank lets it go on, to end.
+            # Before another rank resumes it, to end.
             state, kills = hub.state(), (vars(hub),)
         time.sleep(_OTHERS_SECONDS)
         lines = [
@@ -104,14 +104,14 @@ class Beats:
         line.end_by(Failure(rank=-1, code=FAILED, text=text, speaker=FIRST_ALIVE, kills=kills))
 
     def _first_lines(self, own: Path | None) -> list[str]:
-        """What ranks have written: from their files, as nobody is there to ask. This rank's alone without a folder."""
+        """Return the first lines of the ranks' files, as there is no hub to ask; without a folder only this rank's."""
         if own is None:
             assert self._state is not None
             return [f"  rank {self._options.rank}: {state_line(self._state)}"]
         found = []
         for rank in range(self._options.world_size):
             path = stacks_path(own.parent, rank)
-            # Those of an earlier hang of this folder say nothing.
+            # Files of an earlier hang in this folder do not count.
             if path.exists() and path.stat().st_mtime > own.stat().st_mtime - self._options.timeout / 2:
                 with path.open() as file:
                     found.append(f"  {file.readline().strip()}")

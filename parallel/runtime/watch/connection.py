@@ -1,4 +1,4 @@
-"""A rank's connection to the hub: what it tells, and what it hears of the other ranks."""
+"""Connection of a rank to the hub: its own reports, and news of the other ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ANSWER_SECONDS = 3.0
 
 
 class Connection:
-    """Tells the hub of this rank, and hears from it of the run's first failure."""
+    """Connection that reports this rank to the hub, and hears from it of the run's first failure."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Connection:
         on_failure: Callable[[Failure], None],
         on_question: Callable[[list[RankProcess]], None],
     ) -> None:
-        """``on_failure`` is called once, in a thread of its own.
+        """Set the callbacks. ``on_failure`` is called once, in a thread of its own.
 
         ``on_question`` is called when the run hangs, with the ranks that are the cause.
         """
@@ -51,17 +51,17 @@ class Connection:
         self._hello = line_of_key(key) + line_of("hello", process=vars(own))
 
     def start(self) -> None:
-        """Say who this is, and listen: the answer may be why the run ends."""
+        """Introduce this rank, and listen: the answer may be the reason why the run ends."""
         self._send(self._hello)
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def wait(self, seconds: float) -> Failure | None:
-        """The run's first failure, should one be heard of within so many seconds."""
+        """Return the run's first failure, if one is heard of within so many seconds."""
         self._heard.wait(seconds)
         return self.first
 
     def wait_met(self, seconds: float, meanwhile: Callable[[], None] | None = None) -> bool:
-        """Whether all ranks have come within so many seconds; those that fail before end this process.
+        """Return whether all ranks have come within so many seconds; those that fail before end this process.
 
         ``meanwhile`` is called a few times a second.
         """
@@ -72,18 +72,18 @@ class Connection:
         return self._met.is_set()
 
     def tell(self, kind: str, **values: Any) -> None:
-        """Tell the hub something of this rank."""
+        """Send the hub a message about this rank."""
         self._send(line_of(kind, **values))
 
     def end_by(self, failure: Failure) -> None:
-        """End this process for a reason that the hub cannot tell."""
+        """End this process for a reason that the hub cannot report."""
         if not self._is_over:
-            # Should it wake, it would take the end of each rank for a death.
+            # If the hub woke up, it would take the end of each rank for a death.
             self._send(line_of("failed", **failure.to_values()))
             self._hear(failure)
 
     def announce(self, failure: Failure) -> Failure:
-        """Tell all ranks why this one ends; returns the first failure of the run, which may be another rank's."""
+        """Tell all ranks why this one ends; return the first failure of the run, which may be another rank's."""
         if self.first is None:
             self._send(line_of("failed", **failure.to_values()))
             self._heard.wait(_ANSWER_SECONDS)
@@ -94,11 +94,11 @@ class Connection:
         self._send(line_of("reported"))
 
     def wait_reported(self, seconds: float) -> bool:
-        """Whether rank 0 tells within so many seconds that it has reported."""
+        """Return whether rank 0 says within so many seconds that it has reported."""
         return self._reported.wait(seconds)
 
     def leave(self) -> None:
-        """Say good-bye, and hear no more."""
+        """Say good-bye, and stop listening."""
         self._is_over = True
         self._send(line_of("left"))
 
@@ -134,14 +134,14 @@ class Connection:
         if self.first is not None:
             return
         self.first = failure
-        # Before the main thread can end: what it was in while it was stopped.
+        # Before the main thread can end: its state while it was stopped.
         if failure.awaits(self._rank):
             self._on_question([])
         self._heard.set()
-        # A thread of its own: this one goes on to listen.
+        # A thread of its own: this one continues to listen.
         threading.Thread(target=self._on_failure, args=(failure,), name="watch end", daemon=True).start()
 
     def _send(self, message: bytes) -> None:
-        # Where the hub is gone, the connection says so to the listening thread.
+        # If the hub is gone, the listening thread sees it from the connection.
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(message)

@@ -27,26 +27,26 @@ _WHERE, _ASKED, _TOLD = "longctx/watch", "longctx/watch/asked", "longctx/watch/t
 _GUARD_SECONDS = 10.0
 """Beyond the time-out: when a stopped rank is let go on that is alone on its machine."""
 
-# One in a process, as torch's world group is.
+# One per process, as torch's world group is.
 _member: Member | None = None
 _interrupted = "Interrupted."
 
 
 def watching() -> Member | None:
-    """This process's part in the watch over all ranks; None in a process that is alone, and before ranks meet."""
+    """Return this process's part in the watch over all ranks; None in a single process, and before ranks meet."""
     return _member
 
 
 def say_when_interrupted(text: str) -> None:
-    """What a user reads after Ctrl-C, should the main thread be where it cannot say it."""
+    """Set the text for the user after Ctrl-C, in case the main thread cannot write it."""
     global _interrupted
     _interrupted = text
 
 
 def start_watch(store: Store, options: WatchOptions) -> None:
-    """Watch over all ranks, which meet in ``store``; returns when all have come. Collective.
+    """Watch over all ranks, which meet in ``store``; return when all have come. Collective.
 
-    When one does not come, or has other code, this process ends as after any failure. OSError if rank 0's machine
+    If one does not come, or has other code, this process ends as after any failure. Raise OSError if rank 0's machine
     cannot be reached, or if the ranks that meet there have all come.
     """
     global _member
@@ -56,7 +56,7 @@ def start_watch(store: Store, options: WatchOptions) -> None:
         store.set(_WHERE, json.dumps({"port": hub.address[1], "file": str(key.file or "")}))
         _member = _join(hub.address, options, key=key.value, hub=hub)
         _member.wait_for_all(meanwhile=partial(_tell_if_asked, store, key))
-        # Whoever comes now is none of this run, and hears that it is not.
+        # A rank that comes now is not of this run, and is told so.
         store.delete_key(_TOLD)
         store.set(_WHERE, "{}")
         port = hub.address[1]
@@ -68,7 +68,7 @@ def start_watch(store: Store, options: WatchOptions) -> None:
         port = int(where["port"])
         _member = _join((meeting_host(), port), options, key=_find_key(store, where["file"]))
         _member.wait_for_all()
-    # Nobody else ends a rank of this machine that is stopped. Later than the others end.
+    # No other rank on this machine ends this one if it is stopped. Later than the others end.
     if len(_member.line.neighbours) == 1:
         start_guard(options.timeout + _GUARD_SECONDS, port)
 
@@ -80,7 +80,7 @@ def _join(address: tuple[str, int], options: WatchOptions, *, key: str, hub: Hub
 
 
 def _find_key(store: Store, file: str) -> str:
-    """The key that the hub knows ranks by."""
+    """Return the key by which the hub recognises ranks."""
     key = handed_key() or read_key(file)
     if key is None:
         store.set(_ASKED, socket.gethostname())
@@ -89,7 +89,7 @@ def _find_key(store: Store, file: str) -> str:
 
 
 def _tell_if_asked(store: Store, key: Key) -> None:
-    """Put the key into the store if a rank has no other way to it, and say so once."""
+    """Put the key into the store if a rank has no other way to it, and log that once."""
     if not store.check([_ASKED]) or store.check([_TOLD]):
         return
     log.warning(

@@ -1,8 +1,8 @@
-"""The connections of a run's hub: the door at which they come, and those that are in.
+"""Connections of a run's hub: the door at which they come, and those that are in.
 
-Strangers may come, too. What a connection sends first is compared with the run's key as bytes (``key.py``), and nothing
-else of it is looked at before. A bounded number may wait to show it, for seconds; and the door closes once all ranks
-have come.
+Strangers may come, too. The first bytes of a connection are compared with the run's key (``key.py``) before any other
+byte of it is read. A bounded number may wait to show the key, for seconds; and the door closes once all ranks have
+come.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _STRANGER_SECONDS = 10.0
 
 
 class StrangerError(Exception):
-    """What a connection says that is no rank's."""
+    """Error for a connection that is not a rank's."""
 
 
 @dataclass(eq=False)
 class Guest:
-    """The connection of one rank, or of a stranger."""
+    """Connection of one rank, or of a stranger."""
 
     socket: socket.socket
     lines: Lines = field(default_factory=Lines)
@@ -48,13 +48,13 @@ class Guest:
     opened: float = field(default_factory=time.monotonic)
 
     def messages(self, data: bytes, key: bytes) -> list[dict[str, Any]]:
-        """Return the messages that ``data`` completes, behind a first line that must be ``key``.
+        """Return the messages that ``data`` completes, after a first line that must be ``key``.
 
-        StrangerError for another first line, and whatever JSON raises for what is none.
+        Raise StrangerError for another first line, and any error of JSON for data that is not a message.
         """
         if self.has_key:
             return self.lines.add(data)
-        # Compared once it is whole: to refuse a part of it would tell how far a guess is right.
+        # Compared once it is complete: refusing a part of it would tell how far a guess is right.
         self.first += data
         if len(self.first) < len(key):
             return []
@@ -65,30 +65,30 @@ class Guest:
 
     def tell(self, message: bytes) -> None:
         """Send it a line."""
-        # One that cannot be told is gone, which its own connection says, or stopped, which it is silent for.
+        # If sending fails, the rank is gone, which its own connection shows, or stopped, which its silence shows.
         with contextlib.suppress(OSError):
             self.socket.sendall(message)
 
 
 class Door:
-    """Where ranks come in until all have, and all who are in."""
+    """Entrance of ranks until all have come, and the connections of all that are in."""
 
     def __init__(self, host: str, key: Key, *, world_size: int, selector: selectors.BaseSelector) -> None:
-        """Listen at ``host``; ``selector`` says when somebody comes or speaks."""
+        """Listen at ``host``; ``selector`` tells when a connection comes or sends."""
         self.key, self._first_line = key, line_of_key(key.value)
         self._most_strangers = world_size + _MOST_STRANGERS
         self._selector = selector
         self.listener = listen(host, 0)
         self.address = own_address(self.listener)
         """Where a process of this machine reaches it."""
-        # A connection that is gone again before it is taken would keep the thread.
+        # A connection that is gone again before it is accepted would block the thread.
         self.listener.setblocking(False)
         selector.register(self.listener, selectors.EVENT_READ)
         self._guests: dict[socket.socket, Guest] = {}
         self.by_rank: dict[int, Guest] = {}
 
     def accept(self) -> None:
-        """Take a connection that has come."""
+        """Accept a connection that has come."""
         with contextlib.suppress(OSError):
             connection, _ = self.listener.accept()
             connection.settimeout(SEND_SECONDS)
@@ -98,11 +98,11 @@ class Door:
         self.drop_strangers()
 
     def guest(self, connection: object) -> Guest | None:
-        """Return whose connection it is; None if it has been closed meanwhile."""
+        """Return the guest of a connection; None if it has been closed meanwhile."""
         return self._guests.get(connection)  # type: ignore[call-overload]
 
     def messages(self, guest: Guest, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield what a guest says, as long as it is in."""
+        """Yield the messages of a guest, as long as it is in."""
         for message in guest.messages(data, self._first_line):
             if guest.socket in self._guests:
                 yield message
@@ -116,7 +116,7 @@ class Door:
             del self.by_rank[guest.rank]
 
     def drop_strangers(self) -> None:
-        """Drop those that have been open for long and have not said who they are, and the oldest if they are many."""
+        """Drop connections that have not said for long which rank they are, and the oldest if there are many."""
         oldest = time.monotonic() - _STRANGER_SECONDS
         unknown = [guest for guest in self._guests.values() if guest.rank is None]
         beyond = max(0, len(unknown) - self._most_strangers)
@@ -125,7 +125,7 @@ class Door:
                 self.drop(guest)
 
     def close_to_strangers(self) -> None:
-        """Listen no more, and drop whoever has not said who it is: all ranks have come."""
+        """Stop listening, and drop connections that have not said which rank they are: all ranks have come."""
         self.key.remove()
         self._selector.unregister(self.listener)
         self.listener.close()
@@ -150,7 +150,7 @@ class Door:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the system find out within a minute when the other machine is gone."""
+    """Make the system find out within a minute when the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
         # macOS has two of them.

@@ -1,4 +1,4 @@
-"""``Failure``: why a run ends, as ranks tell it to one another."""
+"""``Failure``: the reason why a run ends, as ranks tell it to one another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST = 16_000
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What the first failing rank met."""
+    """Failure of the first failing rank."""
 
     rank: int
     code: int
@@ -37,21 +37,21 @@ class Failure:
 
     @staticmethod
     def from_values(values: dict[str, Any]) -> Failure:
-        """From what JSON has. TypeError for what is none."""
+        """Build it from JSON values. Raise TypeError for other values."""
         return Failure(**{**values, "kills": tuple(values.get("kills", ()))})
 
     def source(self) -> str:
-        """Whose it is, for the log."""
+        """Return the origin of the failure, for the log."""
         if self.speaker is None:
             return f"rank {self.rank} failed"
         return "the run was ended by its watch"
 
     def awaits(self, rank: int) -> bool:
-        """Whether this rank was stopped, and the others wait for nothing but its end."""
+        """Return whether this rank was stopped, and the others wait only for its end."""
         return any(process["rank"] == rank for process in self.kills)
 
     def to_values(self) -> dict[str, Any]:
-        """The fields as JSON has them; a long text loses its middle."""
+        """Return the fields as JSON values; a long text loses its middle."""
         values = {**asdict(self), "kills": list(self.kills)}
         if len(self.text) > _LONGEST:
             half = _LONGEST // 2
@@ -60,23 +60,23 @@ class Failure:
 
 
 def line_of(kind: str, **values: Any) -> bytes:
-    """A message between a rank and the hub: one line of JSON."""
+    """Return a message between a rank and the hub: one line of JSON."""
     return (json.dumps({"kind": kind, **values}) + "\n").encode()
 
 
 def line_of_key(key: str) -> bytes:
-    """The first line of a rank's, before any message: it is compared as bytes, and a stranger's is never parsed."""
+    """Return a rank's first line, before any message: it is compared as bytes, and a stranger's is never parsed."""
     return f"{key}\n".encode()
 
 
 class Lines:
-    """The messages in a stream of bytes."""
+    """Messages in a stream of bytes."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def add(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that ``data`` completes. ValueError for what is none."""
+        """Return the messages that ``data`` completes. Raise ValueError for data that is not a message."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > 8 * _LONGEST:
             raise ValueError("a message without end")

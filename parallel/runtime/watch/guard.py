@@ -1,9 +1,10 @@
-"""Ends a stopped rank that nobody else can: ``python guard.py PROCESS SECONDS PORT``.
+"""Guard that ends a stopped rank if no other process can: ``python guard.py PROCESS SECONDS PORT``.
 
-Ranks end one of their own machine that is stopped when the run ends. A rank that is alone on its machine has none: the
-run ends elsewhere, and its launcher waits for it for ever. So it starts this process, which looks at it once a second.
-When it has been stopped for so many SECONDS, and no other rank is connected to the hub at PORT any more, it is let go
-on, to hear why the run has ended; five seconds later it is killed. It imports little, as it lives as long as the rank.
+When the run ends, ranks end a stopped one of their own machine. A rank that is alone on its machine has no such
+neighbour: the run ends elsewhere, and its launcher waits for it forever. So it starts this process, which checks it
+once a second. If the rank has been stopped for so many SECONDS, and no other rank is connected to the hub at PORT any
+more, it is resumed, to hear why the run has ended; five seconds later it is killed. The guard imports little, as it
+lives as long as the rank.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _ESTABLISHED = "01"
 
 
 def start_guard(seconds: float, port: int) -> None:
-    """Have this process looked after, where the system shows what that needs."""
+    """Start a guard for this process, if the system has the tables that it needs."""
     # Other systems have no such table; their users see the launcher wait.
     if not Path(_TABLES[0]).exists():
         return
-    # No stream of the rank's: ssh and launchers wait for all who hold one.
+    # No stream of the rank's: ssh and launchers wait for all processes that hold one.
     subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(seconds), str(port)],
         stdin=subprocess.DEVNULL,
@@ -38,9 +39,9 @@ def start_guard(seconds: float, port: int) -> None:
 
 
 def main() -> None:
-    """Look at the process until it has ended."""
+    """Check the process until it has ended."""
     pid, seconds, port = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    # A number may be another process's later: this one's parent is the rank, as long as that lives.
+    # A process id may be reused later: this process's parent is the rank, as long as that lives.
     stopped_since = None
     while os.getppid() == pid:
         now = time.monotonic()
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger."""
+    """Return whether a process is stopped by a signal or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
@@ -67,9 +68,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_connected(port: int) -> bool:
-    """Whether a connection to or from the hub's port, with another machine at its other end, is open on both sides.
+    """Return whether a connection between the hub's port and another machine is open on both sides.
 
-    The system drops one to a machine that is gone after a minute, whatever the process does.
+    A connection to a machine that is gone is dropped by the system after a minute, whatever the process does.
     """
     for table in _TABLES:
         try:

@@ -1,11 +1,11 @@
 """The hub of a run's watch: a thread of rank 0 to which every rank holds a connection.
 
-The first failure that a rank reports is told to all. A connection that closes without a good-bye is a rank that died
+The first failure that a rank reports is sent to all. A connection that closes without a good-bye is a rank that died
 without a message: the system closes it when a process is killed, and gives it up when a machine is gone. A process that
-is stopped, or that waits for ever, closes nothing: so every rank says a few times in a time-out what it does, and the
-hub says that it is there (``overseer.py``).
+is stopped, or that waits forever, closes nothing: so every rank reports its state a few times in a time-out, and the
+hub shows that it is there (``overseer.py``).
 
-Who comes, and who is a stranger, is seen to at the door (``door.py``).
+The door (``door.py``) accepts connections and recognises strangers.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ log.addHandler(logging.NullHandler())
 
 
 class Hub:
-    """Tells all ranks what one of them reports."""
+    """Hub that tells all ranks of the first failure that one of them reports."""
 
     def __init__(self, options: WatchOptions, *, host: str, key: Key) -> None:
-        """Listen from now on at ``host``, to ranks that show ``key``; ``options`` are those of rank 0."""
+        """Start to listen at ``host``, to ranks that show ``key``; ``options`` are those of rank 0."""
         _allow_many_files()
         self._remark, self._beat = options.remark, options.beat
         self._selector = selectors.DefaultSelector()
         self._door = Door(host, key, world_size=options.world_size, selector=self._selector)
-        # Writing to the one end wakes the thread, which waits for the other one, too.
+        # Writing to the one end wakes the thread, which waits for the other end, too.
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._overseer = Overseer(options, tell=self._door.tell, fail=self._fail)
@@ -50,11 +50,11 @@ class Hub:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where a process of this machine reaches it."""
+        """Address at which a process of this machine reaches it."""
         return self._door.address
 
     def stop(self) -> None:
-        """Let all ranks go."""
+        """Release all ranks and stop."""
         self._stops = True
         # The thread may have seen it already, by a rank that leaves at this moment, and closed everything.
         with contextlib.suppress(OSError):
@@ -62,7 +62,7 @@ class Hub:
         self._thread.join(SEND_SECONDS)
 
     def linger(self, seconds: float) -> None:
-        """Return when all other ranks are gone, or after so many seconds: they hear from here what happened."""
+        """Return when all other ranks are gone, or after so many seconds: the hub still tells them the failure."""
         deadline = time.monotonic() + seconds
         while len(self._door.by_rank) > 1 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -70,7 +70,7 @@ class Hub:
     def _run(self) -> None:
         try:
             self._serve()
-        # Else the run would end at some time-out, for a reason that is none.
+        # Otherwise the run would end at some time-out, with a wrong reason.
         except Exception as error:
             log.exception("the hub of the run's watch failed")
             text = f"ClusterError: the hub of the run's watch failed: {error!r}. This is a fault of longctx."
@@ -85,20 +85,20 @@ class Hub:
                     self._door.accept()
                 elif guest is not None:
                     self._read(guest)
-            # Only now: of a process that was stopped, what others said meanwhile is read first.
+            # Only now: if this process was stopped, messages that came meanwhile are read first.
             self._overseer.look()
             if time.monotonic() >= pulse:
                 pulse = time.monotonic() + self._beat
                 self._door.tell_all(line_of("pulse"))
                 self._door.drop_strangers()
-        # Else a rank that is slower to leave would take the closed connection for rank 0's death.
+        # Otherwise a rank that is slower to leave would take the closed connection for rank 0's death.
         self._door.tell_all(line_of("over"))
         self._door.close()
         for end in (self._wake, self._woken):
             end.close()
 
     def _read(self, guest: Guest) -> None:
-        """Read what a rank sends, or that it is gone."""
+        """Read the data that a rank sent, or notice that it is gone."""
         data = b""
         with contextlib.suppress(OSError):
             data = guest.socket.recv(65_536)
@@ -108,7 +108,7 @@ class Hub:
         try:
             for message in self._door.messages(guest, data):
                 self._take(guest, message)
-        # Whatever it raises: a rank says nothing that is not understood, and no stranger may end this thread.
+        # Any error: ranks send only valid messages, and no stranger may end this thread.
         except Exception as error:
             if not isinstance(error, StrangerError):
                 log.warning("dropped a connection to the watch's hub: %s: %s", type(error).__name__, error)
@@ -132,10 +132,10 @@ class Hub:
             self._drop(guest)
 
     def _welcome(self, guest: Guest, process: RankProcess) -> None:
-        """Take a rank as one of the run; tell it if it cannot be one."""
+        """Accept a rank as one of the run; tell it if it cannot be one."""
         rank = process.rank
         guest.host = process.host
-        # Before it is counted: to be the last one lets all begin.
+        # Before it is counted: the last one to come lets all begin.
         known = self._door.by_rank.setdefault(rank, guest)
         problem = self._overseer.arrive(process)
         if problem:
@@ -152,14 +152,14 @@ class Hub:
             guest.tell(line_of("failed", **self._failure.to_values()))
 
     def _fail(self, failure: Failure) -> None:
-        """Tell everyone of the first failure; what follows from it is nobody's concern."""
+        """Tell all ranks of the first failure; later ones follow from it and are ignored."""
         if self._failure is None:
             self._failure = failure
             self._door.key.remove()
             self._door.tell_all(line_of("failed", **failure.to_values()))
 
     def _lose(self, guest: Guest) -> None:
-        """A connection has closed: the rank has died, unless the run is ending."""
+        """Handle a closed connection: the rank has died, unless the run is ending."""
         self._drop(guest)
         if guest.rank is not None:
             text = died(guest.rank, guest.host, self._remark)
@@ -172,7 +172,7 @@ class Hub:
 
 
 def died(rank: int, host: str, remark: str) -> str:
-    """What a user reads of a rank that died without a message."""
+    """Return the text for the user about a rank that died without a message."""
     place = ""
     if host:
         place = f" on {host}"

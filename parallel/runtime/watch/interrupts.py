@@ -1,4 +1,4 @@
-"""Hears each signal that asks for an end, also while the main thread is in a call that hears none."""
+"""Listener for signals that ask for an end, also while the main thread is in a call that handles none."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class EndingSignals:
-    """What signals come to: the first one an end after a time of grace, unless the main thread sees to it."""
+    """Handler of ending signals: the first ends all after a time of grace, unless the main thread sees to it."""
 
     def __init__(self, end: Callable[[signal.Signals], None], *, grace_seconds: float) -> None:
-        """Listen from now on, where the main thread calls this: others cannot.
+        """Listen from now on if the main thread calls this: other threads cannot.
 
-        ``end`` is called in a thread of its own, when the main thread has had so many seconds to end by itself.
+        ``end`` is called in a thread of its own, after the main thread has had so many seconds to end by itself.
         """
         self._end, self._grace_seconds, self._own = end, grace_seconds, 0
         self.was_interrupted = False
@@ -39,12 +39,12 @@ class EndingSignals:
         threading.Thread(target=self._listen, name="watch interrupts", daemon=True).start()
 
     def interrupt_main(self) -> None:
-        """Raise KeyboardInterrupt in the main thread, where it runs Python code; this one does not count."""
+        """Raise KeyboardInterrupt in the main thread, once it runs Python code; this one does not count."""
         self._own += 1
         _thread.interrupt_main()
 
     def stop(self) -> None:
-        """Listen no more. The main thread calls this."""
+        """Stop listening. The main thread calls this."""
         if self._before is not None:
             signal.set_wakeup_fd(self._before)
             self._before = None
@@ -73,12 +73,12 @@ class EndingSignals:
 
 
 def ended_by(number: signal.Signals) -> str:
-    """What a user reads after a signal before the first step."""
+    """Return the text for the user after a signal before the first step."""
     return f"Ended by {number.name} before the first step: there was nothing to save."
 
 
 def failure_of(number: signal.Signals, *, rank: int, interrupted: str) -> Failure:
-    """What ends all ranks after a signal to one of them; ``interrupted`` is said after Ctrl-C."""
+    """Return the failure that ends all ranks after a signal to one; ``interrupted`` is its text after Ctrl-C."""
     if number == signal.SIGINT:
         # A terminal sends it to every rank.
         return Failure(rank=rank, code=INTERRUPTED, text=interrupted, alike=True)

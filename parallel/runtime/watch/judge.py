@@ -1,20 +1,20 @@
-"""When a run hangs, and because of whom: pure arithmetic on what ranks say of themselves.
+"""Judgement whether a run hangs, and because of which ranks: pure arithmetic on the states that ranks report.
 
 **The rule.** With L nine tenths of ``run.timeout_seconds`` a run hangs
 
 1. when a rank was not heard of for L: its process is stopped, its machine is gone, or a call into a library holds
    Python's lock;
 2. when a rank has waited for L in a collective that has a time-out: that would end by itself a little later, with
-   words that name nobody;
-3. when no rank has made progress for L. Waiting is no progress; a mark of the work is, and where a rank does not wait
-   so is everything by which one sees from outside that it works (``sample.py``).
+   a message that names no rank;
+3. when no rank has made progress for L. Waiting is no progress; a mark of the work is, and if a rank does not wait,
+   so is any sign from outside that it works (``sample.py``).
 
-So a rank may build, compile, hash, save or evaluate for hours while all others wait where they are patient, as long as
-it does anything at all. In one call to a file system nothing is seen of that: a rank that says it works on a disk may
-be quiet for ``DISK`` times as long. A process that was stopped for less than L goes on unharmed, and so does the run.
+So a rank may build, compile, hash, save or evaluate for hours while all others wait patiently, as long as it does
+anything at all. During one call to a file system no sign of that is seen: a rank that has marked work on a disk may be
+quiet for ``DISK`` times as long. A process that was stopped for less than L goes on unharmed, and so does the run.
 
-**Who.** The ranks that were not heard of; else those that do not wait while others do; else, where all of them wait,
-those that are behind.
+**The cause.** The ranks that were not heard of; otherwise those that do not wait while others do; otherwise, if all of
+them wait, those that are behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LATE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What a rank says of itself."""
+    """State that a rank reports."""
 
     what: str
     step: int
@@ -55,7 +55,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Hang:
-    """Why a run goes on no more."""
+    """Ranks because of which a run hangs, and the reason."""
 
     ranks: tuple[int, ...]
     """Whom the others wait for; all of them where they wait for one another."""
@@ -63,13 +63,13 @@ class Hang:
 
 
 def judge(states: Mapping[int, RankState], limit: float) -> Hang | None:
-    """Whether the run hangs; ``limit`` is L, in seconds."""
-    # Silence first: whatever others wait for, it is a rank that can send nothing.
+    """Return the hang if the run hangs, otherwise None; ``limit`` is L, in seconds."""
+    # Silence first: whatever others wait for, the cause is a rank that can send nothing.
     silent = tuple(rank for rank, state in states.items() if state.silent >= limit)
     if silent:
         seconds = max(states[rank].silent for rank in silent)
         return Hang(silent, f"not heard of for {seconds:.1f} s")
-    # As ranks told it, not counted on from there: one that has told nothing since may have gone on.
+    # As reported, without the time since: a rank that has not reported since may have gone on.
     waits = [state.waited for state in states.values() if state.kind == TIMED]
     if max(waits, default=0.0) >= limit:
         return _hang(states, f"others have waited {max(waits):.1f} s for {{}}")
@@ -80,28 +80,28 @@ def judge(states: Mapping[int, RankState], limit: float) -> Hang | None:
 
 
 def late(states: Mapping[int, RankState], after: float) -> tuple[int, ...]:
-    """The ranks that all others have waited for, or that were not heard of, for so many seconds; mostly none."""
+    """Return the ranks that all others waited for, or that were silent, for so many seconds; mostly none."""
     silent = tuple(rank for rank, state in states.items() if state.silent >= after)
     waits = [state.waited for state in states.values() if state.kind != WORKS]
     working = tuple(rank for rank, state in states.items() if state.kind == WORKS)
-    # Where many work, as all do in a part without collectives, a few that are done early wait for nobody in particular.
+    # If many work, as in a part without collectives, a few that are done early wait for no rank in particular.
     if silent or not waits or max(waits) < after or len(working) > max(1, len(states) // 8):
         return silent
     return working
 
 
 def _is_quiet(state: RankState, limit: float) -> bool:
-    """Whether it made no progress for too long."""
+    """Return whether it made no progress for too long."""
     if state.disk and state.kind == WORKS:
         limit *= DISK
     return state.quiet >= limit
 
 
 def _hang(states: Mapping[int, RankState], reason: str) -> Hang:
-    """The hang by those whom the others wait for."""
+    """Return the hang that is due to the ranks that the others wait for."""
     working = [rank for rank, state in states.items() if state.kind == WORKS]
     if working:
-        # Ranks that wait can say nothing, those that work are slow or stuck: the quietest, where there are both.
+        # Ranks that wait tell nothing, those that work are slow or stuck: the quietest, if there are both.
         stuck = [rank for rank in working if states[rank].quiet >= max(states[r].quiet for r in working) / 2]
         return Hang(tuple(stuck), reason.format(plural(stuck)))
     # Of ranks that enter the same collectives in the same order, the one that others wait for has entered the fewest.
@@ -113,7 +113,7 @@ def _hang(states: Mapping[int, RankState], reason: str) -> Hang:
 
 
 def plural(ranks: Sequence[int]) -> str:
-    """ "rank 3" or "ranks 3, 5, 6"."""
+    """Return "rank 3" or "ranks 3, 5, 6"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(str(rank) for rank in ranks[:8])

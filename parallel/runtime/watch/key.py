@@ -1,11 +1,11 @@
-"""The key of a run's watch, by which the hub knows the ranks: how it gets from rank 0 to the others.
+"""Key of a run's watch, by which the hub recognises ranks, and its way from rank 0 to the others.
 
-Ranks meet in torch's store, into which whoever reaches its port may look and write. So the key does not travel there:
+Ranks meet in torch's store, which anyone who reaches its port can read and write. So the key is not sent there:
 
 * a starter may hand it to every rank in ``LONGCTX_WATCH_KEY``;
-* else rank 0 writes it into a file that this user alone may read: on one machine in the folder of temporary files, on
+* else rank 0 writes it into a file that only this user may read: on one machine in the folder of temporary files, on
   several in ``~/.cache/longctx``, which a cluster's machines often share. The file goes once all ranks have come;
-* a rank that can do neither asks for it in the store, and rank 0 warns that it lies there.
+* a rank that can do neither asks for it in the store, and rank 0 warns that it is there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Key:
-    """The key, and the file from which the other ranks read it."""
+    """Key, and the file from which the other ranks read it."""
 
     value: str
     file: Path | None = None
@@ -67,7 +67,7 @@ def new_key() -> Key:
     with contextlib.suppress(OSError, RuntimeError):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        # The folder is made with the rights of its user alone.
+        # The folder is created with rights for its user only.
         file = Path(tempfile.mkdtemp(prefix="watch-", dir=folder)) / "key"
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             out.write(value)
@@ -76,9 +76,9 @@ def new_key() -> Key:
 
 
 def read_key(file: str) -> str | None:
-    """Return the key in a file of this user's that nobody else may read; None if there is no such file.
+    """Return the key in a file of this user's that no other user may read; None if there is no such file.
 
-    The path comes from the store, where a stranger may have put it: what has not the form of a key is not returned.
+    The path comes from the store, where a stranger may have put it: a text without the form of a key is not returned.
     """
     deadline = time.monotonic() + _LOOK_SECONDS
     while True:

@@ -1,4 +1,4 @@
-"""The last two things that a process does: say why, and end."""
+"""The last two acts of a process: report the reason, and end."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ _SPEAKER_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class _Terminal:
-    """Where the user has typed the command, with pdsh and ssh between it and this process."""
+    """Terminal of the user's command, with pdsh and ssh between it and this process."""
 
     stream: int
     pdsh: int
 
 
-# One in a process, as standard error is.
+# One per process, as standard error is.
 _terminal: _Terminal | None = None
 
 
 def speak_where_typed(launchers: Sequence[Launcher]) -> None:
-    """Say last words there, where pdsh on this machine started this rank: it may be gone by then, and ssh with it."""
+    """Say last words on the user's terminal if pdsh on this machine started this rank: pdsh may be gone by then."""
     global _terminal
     pdsh = next((launcher for launcher in launchers if launcher.what == PDSH), None)
     if pdsh is None or _terminal is not None:
         return
     runner = launchers[-1].process.pid
-    # Of another user's process the system refuses it, and of a socket: then words go the usual way.
+    # The system refuses it for another user's process, and for a socket: then words go the usual way.
     with contextlib.suppress(OSError):
         stream = os.open(f"/proc/{runner}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
         _terminal = _Terminal(stream, pdsh.process.pid)
 
 
 def say(text: str) -> None:
-    """Write to standard error, below whatever a progress bar has left there; nothing where ``text`` is empty.
+    """Write to standard error, below the rest of any progress bar; do nothing if ``text`` is empty.
 
-    Where a launcher started this process, that speaks first and ends: what a user reads last is ``text``. In a
-    container that was made for this run nobody speaks after the launcher, so ``text`` comes first.
+    If a launcher started this process, it speaks first and ends: so the user reads ``text`` last. In a container that
+    was made for this run no process speaks after the launcher, so ``text`` comes first.
     """
     if not text:
         return
-    # A progress bar that is cut off has hidden it.
+    # A progress bar that was interrupted has hidden it.
     show_cursor = ""
     if sys.stderr.isatty():
         show_cursor = "\x1b[?25h"
@@ -65,7 +65,7 @@ def say(text: str) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once, whatever other threads and devices do; what was written is flushed."""
+    """End this process at once, whatever other threads and devices do; written output is flushed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -74,12 +74,12 @@ def end_process(code: int) -> NoReturn:
 
 
 def _say_after_launcher(words: str) -> bool:
-    """Whether a process was started that says it later."""
+    """Start a process that says it later; return whether it was started."""
     launcher = launcher_above()
     # A stream without a descriptor is a test's.
     if (launcher is None and _terminal is None) or sys.stderr is not sys.__stderr__:
         return False
-    # In a container the launcher's end is everybody's end: who waits for it never speaks.
+    # In a container all processes end with the launcher: one that waits for its end never speaks.
     if is_begun_by_process_1(sys.argv[0]):
         return False
     speaker = str(Path(__file__).with_name("speaker.py"))
@@ -88,7 +88,7 @@ def _say_after_launcher(words: str) -> bool:
         processes.append(launcher.process.pid)
     if _terminal is not None:
         processes.append(_terminal.pdsh)
-        # Not the stream of this process beside it: ssh waits for all who hold it, and pdsh for ssh.
+        # Not the stream of this process as well: ssh waits for all processes that hold it, and pdsh for ssh.
         stream = _terminal.stream
     try:
         done = subprocess.run(

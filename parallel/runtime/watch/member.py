@@ -40,7 +40,7 @@ _ROUSED_SECONDS = 1.5
 
 
 class Member:
-    """This process under the watch."""
+    """Member of the watch: this process."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Member:
         hub: Hub | None = None,
         interrupted: str = "Interrupted.",
     ) -> None:
-        """``interrupted`` is said after Ctrl-C."""
+        """Join the watch; ``interrupted`` is the text after Ctrl-C."""
         self._rank, self._hub, self._options = options.rank, hub, options
         self._interrupted, self._has_reported = interrupted, False
         self._taking_over, self._main_is_ending = threading.Lock(), False
@@ -61,12 +61,12 @@ class Member:
         self.line = Connection(
             connection, options, key=key, on_failure=self._see_to_the_end, on_question=self._beats.explain
         )
-        # Only now: the first thing heard may need all of the above.
+        # Only now: the first message may need all of the above.
         self.line.start()
 
     def wait_for_all(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Return once all ranks have come, calling ``meanwhile`` now and then; ClusterError if that takes too long."""
-        # The hub itself says who is missing; it needs time to.
+        """Return once all ranks have come, calling ``meanwhile`` at times. Raise ClusterError if it takes too long."""
+        # The hub itself names the missing ranks; it needs time to.
         if not self.line.wait_met(self._options.meet + REPORT_SECONDS, meanwhile):
             raise ClusterError(
                 f"rank {self._rank} came to rank 0 and heard no more of it for {self._options.meet:.0f} s.\n"
@@ -75,26 +75,26 @@ class Member:
         self._beats.start(self.line)
 
     def take_over(self) -> None:
-        """Say that the main thread ends the process: the watch no longer interrupts it, and only sees to the end."""
+        """Let the main thread end the process: the watch no longer interrupts it, and only ensures the end."""
         with self._taking_over:
             self._main_is_ending = True
 
     @property
     def is_ending(self) -> bool:
-        """Whether this process ends: its main thread, or because a rank has failed."""
+        """True if this process ends: its main thread, or because a rank has failed."""
         return self._main_is_ending or self.line.first is not None
 
     def may_report(self) -> bool:
-        """Whether the caller is the first one to report what all ranks met: main thread and watch may both come to."""
+        """Return whether the caller is first to report a failure of all ranks: main thread and watch may both try."""
         with self._taking_over:
             is_first = not self._has_reported
             self._has_reported = True
         return is_first
 
     def end(self, code: int) -> NoReturn:
-        """Do the last act, wait for the other ranks to hear what this one said, and end this process."""
+        """Do the last act, wait for the other ranks to hear this one's message, and end this process."""
         self._tell_of_another()
-        # Bounded: it may ask a library that is stuck.
+        # Bounded: it may call a library that is stuck.
         act = threading.Thread(target=self._options.last_act, daemon=True)
         act.start()
         act.join(_LAST_ACT_SECONDS)
@@ -106,7 +106,7 @@ class Member:
         if self._hub is not None:
             self._hub.linger(GRACE_SECONDS)
         if self._speaks_for_another:
-            # One behind it that comes to this late would find that none before it runs, and say it again.
+            # A later rank that gets here late would find that none before it runs, and say it again.
             wait_until_ended([one for one in self.line.neighbours if one.rank > self._rank], REPORT_SECONDS)
         end_process(code)
 
@@ -130,12 +130,12 @@ class Member:
             self._interrupt_main(failure)
             time.sleep(GRACE_SECONDS)
         if self._main_is_ending:
-            # It has a message to write or to wait for; what follows is for the case that it cannot.
+            # It has a message to write or to wait for; the rest is for the case that it cannot.
             time.sleep(REPORT_SECONDS + ALIKE_SECONDS)
         self.end(_code_of(failure, was_interrupted=self.signals.was_interrupted))
 
     def _tell_of_another(self) -> None:
-        """Log why another rank ends this one, and say it where that rank cannot: once, before the process ends."""
+        """Log why another rank ends this one, and say it if that rank cannot: once, before the process ends."""
         failure = self.line.first
         if failure is None or failure.rank == self._rank:
             return
@@ -145,19 +145,19 @@ class Member:
                 return
             self._has_told = True
             log.error("%s, and this rank stops:\n%s", failure.source(), failure.text)
-            # After Ctrl-C every rank ends; a second one ends each without a word, one a little before another.
+            # After Ctrl-C every rank ends; a second one ends each without a word, some a little earlier.
             if not self.signals.was_interrupted and self._speaks(failure):
                 self._speaks_for_another = True
                 say(failure.text)
 
     def _speaks(self, failure: Failure) -> bool:
-        """Whether this rank says what another one cannot."""
+        """Return whether this rank speaks for one that cannot."""
         if failure.speaker == FIRST_ALIVE or (failure.silent and failure.rank == 0):
             return self._rank != 0 and is_first(self._rank, self.line.neighbours)
         return failure.speaker == self._rank or (failure.silent and self._rank == 0)
 
     def _wait_for_the_same(self, failure: Failure) -> None:
-        """Let the main thread meet what another rank met; say it in its place where it does not come to that."""
+        """Let the main thread meet another rank's failure; report it in its place if it does not come to that."""
         time.sleep(ALIKE_SECONDS)
         if self._main_is_ending:
             return
@@ -168,13 +168,13 @@ class Member:
             self.line.reported()
 
     def _interrupt_main(self, failure: Failure) -> None:
-        """Let the main thread leave what it is in, where Python code runs: progress bars and files are closed."""
+        """Interrupt the main thread in the Python code that it runs: progress bars and files are closed."""
         with self._taking_over:
             if failure.rank != self._rank and not self._main_is_ending:
                 self.signals.interrupt_main()
 
     def end_for(self, failure: Failure) -> None:
-        """End all ranks for what a thread of this one has found, whatever its main thread is in."""
+        """End all ranks for a failure that a thread of this one has found, whatever its main thread does."""
         if self.line.announce(failure) == failure and not failure.alike:
             say(failure.text)
 
@@ -184,14 +184,14 @@ class Member:
 
 
 def _code_of(failure: Failure, *, was_interrupted: bool) -> int:
-    """The exit code of a rank."""
+    """Return the exit code of a rank."""
     if failure.silent and was_interrupted:
         return INTERRUPTED
     return failure.code
 
 
 def text_of(failure: Failure, rank: int) -> str:
-    """What a rank says of a failure, which may be another rank's alone."""
+    """Return a rank's text about a failure, which may be only another rank's."""
     if failure.rank == rank or failure.code == INTERRUPTED or not failure.text:
         return failure.text
     return f"rank {failure.rank}: {failure.text}"

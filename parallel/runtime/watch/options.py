@@ -1,4 +1,4 @@
-"""What the watch of a rank is told when it starts."""
+"""Options of a rank's watch, given when it starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Times in seconds."""
+    """Options of a rank's watch; times are in seconds."""
 
     rank: int
     world_size: int
@@ -40,16 +40,16 @@ class WatchOptions:
 
     @property
     def limit(self) -> float:
-        """How long a rank may be silent, wait or stand still."""
+        """Seconds that a rank may be silent, wait or stand still."""
         return SHARE * self.timeout
 
     @property
     def late(self) -> float:
-        """How long others wait until a warning says for whom."""
+        """Seconds that others wait until a warning names the rank."""
         return LATE * self.timeout
 
     @property
     def beat(self) -> float:
-        """From one message of a rank to the next: at least thirty in a time-out, and as many as the hub can hear."""
+        """Seconds between two messages of a rank: at least thirty in a time-out, and as many as the hub can hear."""
         slowest = max(1.0, self.world_size / _BEATS_A_SECOND)
         return min(max(self.timeout / 30, _QUICKEST), slowest)

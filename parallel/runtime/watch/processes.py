@@ -1,4 +1,4 @@
-"""The processes of a run on one machine: whether they run, and the end of one that cannot end itself."""
+"""Processes of a run on one machine: their states, and the end of one that cannot end itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 @dataclass(frozen=True, kw_only=True)
 class RankProcess:
-    """Where a rank runs."""
+    """Process of a rank, and its machine."""
 
     rank: int
     host: str
@@ -34,17 +34,17 @@ class RankProcess:
 
     @staticmethod
     def of(pid: int, rank: int) -> RankProcess:
-        """A process of this machine; psutil.Error where there is none."""
+        """Return a process of this machine. Raise psutil.Error if there is none."""
         return RankProcess(rank=rank, host=socket.gethostname(), machine=_machine(), pid=pid, started=_started(pid))
 
     @staticmethod
     def own(rank: int, version: str = "") -> RankProcess:
-        """This process, whose code has this version."""
+        """Return this process, whose code has this version."""
         return replace(RankProcess.of(os.getpid(), rank), version=version)
 
     @staticmethod
     def from_values(values: Mapping[str, Any]) -> RankProcess:
-        """From what JSON has. ValueError, KeyError or TypeError for what is none."""
+        """Build it from JSON values. Raise ValueError, KeyError or TypeError for other values."""
         return RankProcess(
             rank=int(values["rank"]),
             host=str(values["host"]),
@@ -55,7 +55,7 @@ class RankProcess:
         )
 
     def state(self) -> str:
-        """``"running"``, ``"stopped"`` or ``"gone"``; empty for a process of another machine."""
+        """Return ``"running"``, ``"stopped"`` or ``"gone"``; empty for a process of another machine."""
         if self.machine != _machine():
             return ""
         process = self._process()
@@ -70,7 +70,7 @@ class RankProcess:
         return "gone"
 
     def send(self, number: int) -> None:
-        """Send it a signal, should it run on this machine and be another one; a stopped process hears SIGKILL too."""
+        """Send it a signal if it is another process of this machine; a stopped process receives SIGKILL too."""
         process = self._process()
         if process is not None and self.pid != os.getpid():
             with contextlib.suppress(psutil.Error):
@@ -86,7 +86,7 @@ class RankProcess:
 
 
 def is_first(rank: int, neighbours: Sequence[RankProcess]) -> bool:
-    """Whether no rank before this one runs on this machine: one on each speaks for rank 0, which cannot."""
+    """Return whether no rank before this one runs on this machine: the first on each speaks for a silent rank 0."""
     return all(process.state() != "running" for process in neighbours if 0 < process.rank < rank)
 
 
@@ -98,14 +98,14 @@ def wait_until_ended(processes: Sequence[RankProcess], seconds: float) -> None:
 
 
 def stopped_before_meeting(neighbours: Sequence[RankProcess]) -> list[dict[str, Any]]:
-    """Ranks of this run, started by the same launcher as this one, that are stopped; none once all have met."""
+    """Return ranks of this run that are stopped, of the same launcher as this one; none once all have met."""
     found, names = [], ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
-    # Those that have met know one another's numbers.
+    # Ranks that have met know one another's process ids.
     if neighbours:
         return []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
-            # A process may end while it is asked, and that of another user does not answer.
+            # A process may end while it is queried, and that of another user does not answer.
             with contextlib.suppress(psutil.Error, KeyError, ValueError):
                 there = process.environ()
                 if process.status() in _STOPPED and all(there[name] == os.environ[name] for name in names):
@@ -114,13 +114,13 @@ def stopped_before_meeting(neighbours: Sequence[RankProcess]) -> list[dict[str, 
 
 
 def rouse(processes: Sequence[Mapping[str, Any]]) -> None:
-    """Let those that were stopped go on, to hear why the run ends and to end with its exit code."""
+    """Resume stopped ranks, to hear why the run ends and to end with its exit code."""
     _send(processes, signal.SIGCONT)
 
 
 def kill(processes: Sequence[Mapping[str, Any]], *, after: float) -> None:
-    """End those that have not ended by themselves ``after`` so many seconds: a launcher would wait for them."""
-    # Those of other machines are seen to by the ranks there.
+    """Kill ranks that have not ended by themselves ``after`` so many seconds: a launcher would wait for them."""
+    # Those of other machines are left to the ranks there.
     here = [RankProcess.from_values(values) for values in processes]
     deadline = time.monotonic() + after
     while any(one.state() in ("running", "stopped") for one in here) and time.monotonic() < deadline:
@@ -134,7 +134,7 @@ def _send(processes: Sequence[Mapping[str, Any]], number: int) -> None:
 
 
 def _machine() -> str:
-    # A name alone may be that of all containers of a cluster; and two containers of one machine see no common numbers.
+    # A name alone may be that of all containers of a cluster; and containers of one machine share no process ids.
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -144,7 +144,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> float:
-    """When a process was started; psutil.Error where there is none."""
+    """Return the start time of a process. Raise psutil.Error if there is none."""
     # In the system's own ticks since it booted: a clock that is set, as by NTP, does not move them.
     with contextlib.suppress(OSError, ValueError, IndexError):
         return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

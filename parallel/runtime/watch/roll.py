@@ -1,4 +1,4 @@
-"""The roll call at the start: who has come, from where, with which code, and who has not."""
+"""Roll call at the start: the ranks that have come, with hosts and code, and those that are missing."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _LINES = 8
 
 
 class Roll:
-    """The ranks that are expected, and those that have come."""
+    """Ranks that are expected, and those that have come."""
 
     def __init__(self, world_size: int, version: str) -> None:
-        """``version`` is that of rank 0's code."""
+        """Expect so many ranks; ``version`` is that of rank 0's code."""
         self._world_size, self._version = world_size, version
         self.arrivals: dict[int, RankProcess] = {}
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has come."""
+        """True if every rank has come."""
         return len(self.arrivals) == self._world_size
 
     def add(self, process: RankProcess) -> str:
-        """Add a rank; returns why it cannot be one of this run, which is empty where it can."""
+        """Add a rank; return why it cannot be one of this run, or an empty text if it can."""
         if process.rank not in range(self._world_size):
             return (
                 f"ClusterError: rank {process.rank} on {process.host} came to a run of {self._world_size} ranks. "
@@ -42,7 +42,7 @@ class Roll:
         return ""
 
     def differing(self) -> str:
-        """What to say where ranks have other code than rank 0; empty where all have the same."""
+        """Return the error text if ranks have other code than rank 0; empty if all have the same."""
         others = {r: a for r, a in self.arrivals.items() if a.version != self._version}
         if not others:
             return ""
@@ -57,7 +57,7 @@ class Roll:
         )
 
     def missing(self, seconds: float, address: str) -> str:
-        """What to say where not all have come in so many ``seconds`` to ``address``."""
+        """Return the error text about ranks that did not come to ``address`` within so many ``seconds``."""
         absent = [rank for rank in range(self._world_size) if rank not in self.arrivals]
         hosts = [f"  {plural(ranks)} from {host}" for (host, _), ranks in _by_host(self.arrivals).items()]
         return "\n".join(
@@ -77,7 +77,7 @@ class Roll:
 
 
 def _by_host(arrivals: Mapping[int, RankProcess]) -> dict[tuple[str, str], list[int]]:
-    """Ranks by host and code."""
+    """Return ranks by host and code."""
     found: dict[tuple[str, str], list[int]] = {}
     for rank, process in sorted(arrivals.items()):
         found.setdefault((process.host, process.version), []).append(rank)

@@ -1,4 +1,4 @@
-"""What the watch sees of its own process: the marks of the main thread, and signs that it works."""
+"""Observation of this process by the watch: the marks of the main thread, and signs that it works."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _DEEPSPEED = "/deepspeed/"
 
 
 class AwakeClock:
-    """Seconds in which this process ran: those for which it was stopped do not count."""
+    """Clock of the seconds in which this process ran: those for which it was stopped do not count."""
 
     def __init__(self, longest: float) -> None:
-        """More than ``longest`` seconds between two looks at the clock do not count: the process was stopped."""
+        """Leave out more than ``longest`` seconds between two looks at the clock: the process was stopped."""
         self._longest, self._last, self.seconds = longest, time.monotonic(), 0.0
         self.woke = 0.0
         """When the process last went on."""
 
     def tick(self) -> float:
-        """The seconds up to now."""
+        """Return the seconds up to now."""
         now = time.monotonic()
         if now - self._last <= self._longest:
             self.seconds += now - self._last
@@ -46,26 +46,26 @@ class AwakeClock:
 
 
 class Sampler:
-    """Looks at the main thread, from another one, a few times in a time-out.
+    """Observer of the main thread, in another thread, a few times in a time-out.
 
-    The main thread makes *progress* when it leaves a mark. Where it does not wait for other ranks it also does so when
+    The main thread makes *progress* when it leaves a mark. If it does not wait for other ranks, it also does so when
     its Python code moves on, or when the process, or a compiler that it has started, uses a core or moves bytes through
     files: that is how building a model or hashing a large file look from outside.
     """
 
     def __init__(self, doing: Doing, *, spins: bool) -> None:
-        """``spins``: a core is busy also while this process waits for its device, so that this says nothing."""
+        """With ``spins`` a core is busy also while this process waits for its device, so a busy core shows nothing."""
         self._doing, self._spins = doing, spins
         self._process, self._main = psutil.Process(), threading.main_thread().ident
         self._place: Any = None
         self._count = self._wait_count = -1
         self._since = self._waits_since = self._moved = 0.0
         self._used, self._bytes, self._looked = 0.0, 0, 0.0
-        # What its children had used at the last look for them; None where nobody has looked since there was work.
+        # Seconds used by its children at the last look for them; None if none was made since there was work.
         self._used_below: float | None = None
 
     def look(self, now: float) -> RankState:
-        """The state of this process at ``now``, by an ``AwakeClock``."""
+        """Return the state of this process at ``now``, by an ``AwakeClock``."""
         doing, frame = self._doing, sys._current_frames().get(self._main or 0)
         place = (id(frame.f_code), frame.f_lasti) if frame is not None else None
         # The main thread's last instruction: in a call into a library it stays where it is.
@@ -92,7 +92,7 @@ class Sampler:
         )
 
     def _kind(self, frame: FrameType | None, works: bool) -> str:
-        """Whether the main thread waits for other ranks, by its marks or by whose code it is in."""
+        """Return the kind of the main thread's state, by its marks or by the code that it is in."""
         if self._doing.patient:
             return PATIENT
         if self._doing.wait:
@@ -106,16 +106,16 @@ class Sampler:
         return WORKS
 
     def _is_busy(self, now: float) -> bool:
-        """Whether the process has used a core or moved bytes since the last look, or a compiler of it has."""
+        """Return whether the process, or a compiler of it, has used a core or moved bytes since the last look."""
         seconds, self._looked = now - self._looked, now
         used, moved = self._seconds_used(), self._bytes_moved()
         busy = used - self._used > _BUSY * seconds or moved - self._bytes > _BUSY_BYTES
-        # Compilers are other processes. To look for those takes a while, so they are looked for when nothing moves.
+        # Compilers are other processes. The search for them takes a while, so it is made only if nothing moves.
         if not busy and now - self._moved > _CHILDREN_AFTER:
             before, self._used_below = self._used_below, self._used_by_children()
-            # What they used before the first look says nothing of now.
+            # The seconds used before the first look tell nothing about now.
             busy = before is not None and self._used_below - before > _BUSY * seconds
-            # To look reads a file of every process of the machine: that is no work of this one.
+            # The search reads a file of every process of the machine: that is no work of this one.
             used, moved = self._seconds_used(), self._bytes_moved()
         else:
             self._used_below = None
@@ -123,7 +123,7 @@ class Sampler:
         return busy
 
     def _seconds_used(self) -> float:
-        """Seconds of a core, of all threads of this process; 0 where they say nothing."""
+        """Return seconds of a core, of all threads of this process; 0 if they show nothing."""
         if self._spins:
             return 0.0
         return time.process_time()
@@ -138,7 +138,7 @@ class Sampler:
         return total
 
     def _bytes_moved(self) -> int:
-        """Bytes that the process has read from files and written to them; 0 where the system does not say."""
+        """Return the bytes that the process has read from files and written to them; 0 if the system has no count."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             read, written = Path("/proc/self/io").read_text().splitlines()[:2]
             return int(read.split()[1]) + int(written.split()[1])

@@ -1,8 +1,8 @@
-"""Says a rank's last words once its launchers have ended: ``python speaker.py SECONDS PROCESS …``, the words on stdin.
+"""Write a rank's last words once its launchers have ended: ``python speaker.py SECONDS PROCESS …``, the words on stdin.
 
-Launchers write command lines and tracebacks when a rank ends with an error, below what the rank has said. A process of
-its own, detached from the rank that started it, waits for the launcher's end and speaks then. It imports little: it is
-started when memory may be short, and somebody waits for it.
+Launchers write command lines and tracebacks when a rank ends with an error, below the rank's own words. A separate
+process, detached from the rank that started it, waits for the launcher's end and speaks then. It imports little: it is
+started when memory may be short, and while the rank waits for it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _POLL_SECONDS = 0.05
 
 
 def main() -> None:
-    """Detach, wait for the processes to end, write."""
+    """Detach, wait for the processes to end, and write the words."""
     deadline = time.monotonic() + float(sys.argv[1])
     processes, words = [int(word) for word in sys.argv[2:]], sys.stdin.buffer.read()
-    # Twice removed from the rank: a launcher that ends its ranks waits for all that they have started.
+    # Twice removed from the rank: a launcher that ends its ranks waits for all processes that they have started.
     if os.fork():
         os._exit(0)
     os.setsid()

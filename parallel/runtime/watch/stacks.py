@@ -1,4 +1,4 @@
-"""Python's stack of every thread of this process, taken by a thread of its own, whatever the others are in."""
+"""Python's stack of every thread of this process, taken by a thread of its own, whatever the others do."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PREFIX = "stacks_rank_"
 
 
 def stacks() -> str:
-    """The stacks of all threads, the main thread's first."""
+    """Return the stacks of all threads, the main thread's first."""
     frames, main = sys._current_frames(), threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident in sorted(frames, key=lambda ident: (ident != main, ident)):
-        # That of the thread which takes them says nothing.
+        # The thread that takes them is left out.
         if ident == threading.get_ident():
             continue
         parts.append(f"Thread {names.get(ident, ident)}, innermost call last:\n")
@@ -34,13 +34,13 @@ def stacks() -> str:
 
 
 def place_of_main() -> str:
-    """Where in our code the main thread is: ``parallel/transport/exchange.py:38 in wait``."""
+    """Return the place of the main thread in our code: ``parallel/transport/exchange.py:38 in wait``."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         with contextlib.suppress(ValueError):
             inside = file.relative_to(_ROOT)
-            # What waits in place of a caller says less than the caller.
+            # A function that waits for a caller says less than the caller.
             if inside.parts[0] in _PACKAGES and inside.name not in _WAITING and frame.f_code.co_name != "<lambda>":
                 return f"{inside}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
@@ -48,18 +48,18 @@ def place_of_main() -> str:
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """The file of a rank's stacks."""
+    """Return the file of a rank's stacks."""
     return folder / f"{PREFIX}{rank}.txt"
 
 
 def write_stacks(folder: Path | None, rank: int, line: str) -> Path | None:
-    """Write ``line`` and the stacks to a file in ``folder``, and return its path; never raises. None: it cannot be."""
+    """Write ``line`` and the stacks to a file in ``folder``; return its path, or None if it cannot be. Never raise."""
     if folder is None:
         return None
     path = stacks_path(folder, rank)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: the rank that speaks for rank 0 reads the files of others.
+        # All or nothing: the rank that speaks for rank 0 reads the files of others.
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(f"rank {rank}: {line}\n\n{stacks()}")
         partial.replace(path)

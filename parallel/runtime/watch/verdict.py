@@ -1,4 +1,4 @@
-"""What a user reads of a run that hangs: who, why, and what each rank was doing, on one screen."""
+"""Message about a run that hangs: the cause, the reason, and the work of each rank, on one screen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROCESS_STATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one rank tells when it is asked."""
+    """Answer of one rank to the hub's question."""
 
     where: str = ""
     """Place in our code."""
@@ -41,7 +41,7 @@ def verdict_text(
     folder: Path | None,
     remark: str = "",
 ) -> str:
-    """The verdict; ``states`` and ``reports`` may lack ranks of which nothing is known."""
+    """Return the verdict; ``states`` and ``reports`` may lack ranks that are unknown."""
     lines = [
         f"ClusterError: the run hangs at step {max((s.step for s in states.values()), default=0)}, because of "
         f"{plural(hang.ranks)}: {hang.reason} (run.timeout_seconds={timeout:g})."
@@ -65,7 +65,7 @@ def verdict_text(
 
 
 def late_text(ranks: tuple[int, ...], states: Mapping[int, RankState], processes: Mapping[int, RankProcess]) -> str:
-    """A line about ranks that others wait for."""
+    """Return a line about ranks that others wait for."""
     state = states[ranks[0]]
     if state.silent > 0 and state.silent >= state.held:
         what = f"was not heard of for {state.silent:.0f} s; last in: {state.what}"
@@ -77,12 +77,12 @@ def late_text(ranks: tuple[int, ...], states: Mapping[int, RankState], processes
 
 
 def state_line(state: RankState) -> str:
-    """What a rank is in, and for how long: "forward, layer 3 for 4.0 s"."""
+    """Return the work of a rank, and its time: "forward, layer 3 for 4.0 s"."""
     return f"{state.what} for {state.held:.1f} s"
 
 
 def _process_state(rank: int, processes: Mapping[int, RankProcess], reports: Mapping[int, Report]) -> str:
-    """Whether a silent rank's process runs: by this machine, or by what ranks of its own machine tell."""
+    """Return the state of a silent rank's process: by ranks of its own machine, or by this machine."""
     for report in reports.values():
         if report.states and report.states.get(rank):
             return report.states[rank]
@@ -92,8 +92,8 @@ def _process_state(rank: int, processes: Mapping[int, RankProcess], reports: Map
 
 
 def _table(states: Mapping[int, RankState], reports: Mapping[int, Report], hang: Hang) -> list[str]:
-    """A line for all ranks that are at the same: the culprits first."""
-    # On a thousand ranks most wait at one place, and the few that do not are what one looks for.
+    """Return a line for all ranks that do the same: the culprits first."""
+    # Of a thousand ranks most wait at one place, and the few others are those to look for.
     groups: dict[tuple[bool, str, str], list[int]] = {}
     for rank, state in sorted(states.items()):
         where = ""

@@ -82,7 +82,7 @@ def test_cut_anywhere_matrices_are_those_of_one_process():
     """Ranges that cut matrices, leave ranks without any, and have other places on each rank; bucket by bucket."""
     world, rank = dist.get_world_size(), dist.get_rank()
     shapes = [Matrices(1, 6, 4), Matrices(5, 3, 7), Matrices(2, 2, 9), Matrices(1, 1, 1), Matrices(3, 8, 8)]
-    values = [torch.randn(m.count * m.size, generator=torch.Generator().manual_seed(n)) for n, m in enumerate(shapes)]
+    values = [torch.randn(m.number * m.size, generator=torch.Generator().manual_seed(n)) for n, m in enumerate(shapes)]
     for cuts_seed, bucket in itertools.product(range(4), (1, 60, 1 << 20)):
         generator, held, own = torch.Generator().manual_seed(cuts_seed), [], []
         at = 0

@@ -18,7 +18,7 @@ from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKer
 
 
 class FlashKernel(VarlenKernel):
-    """One library of the table: any mask; bfloat16 and float16 heads up to 256."""
+    """Kernel of one library of the table: any mask; bfloat16 and float16 heads up to 256."""
 
     def __init__(
         self,
@@ -28,9 +28,12 @@ class FlashKernel(VarlenKernel):
         capability: tuple[int, int] | None = None,
         deterministic: bool = False,
     ) -> None:
-        """``ops`` holds the library's functions (None: import them when first needed), ``capability`` is the compute
-        capability to go by (None: the current CUDA device's). A deterministic kernel has a name of its own, since it is
-        slower: ``auto`` takes it only where it is asked for."""
+        """Create the kernel of ``library``.
+
+        ``ops`` holds the library's functions (None: import them when first needed), ``capability`` is the compute
+        capability to assume (None: the current CUDA device's). A deterministic kernel has a name of its own, since it
+        is slower: ``auto`` takes it only on request.
+        """
         name = library.name
         if deterministic:
             name = f"{library.name}_deterministic"
@@ -41,14 +44,14 @@ class FlashKernel(VarlenKernel):
         return self.unsuited(request) or self.missing()
 
     def missing(self) -> str | None:
-        """Why the library cannot be had on this machine; None where it can."""
+        """Return why the library is not available on this machine, or None if it is."""
         functions = self._functions()
         if isinstance(functions, str):
             return functions
         return None
 
     def unsuited(self, request: KernelRequest) -> str | None:
-        """Why the request could not be served on this device even if the library were installed."""
+        """Return why the request could not be served on this device even if the library were installed, or None."""
         library = self.library
         if why := self.refusal(request, dtypes=HALF, largest_head=256):
             return why
@@ -100,7 +103,7 @@ class FlashKernel(VarlenKernel):
         if library.has_deterministic:
             arguments["deterministic"] = self.deterministic
         if library.takes_random_state:
-            # for dropout, of which there is none: never read
+            # for dropout, which is not used: never read
             state = torch.empty(2, dtype=torch.uint64, device=dout_nHV.device)
             arguments |= {"rng_state": state, "unused": state.new_empty(())}
         if library.writes_gradients:
@@ -112,7 +115,7 @@ class FlashKernel(VarlenKernel):
         return grads[0], grads[1], grads[2], None
 
     def _arguments(self, call: VarlenCall, scores: Scores) -> dict[str, Any]:
-        """What both passes are given, in our words."""
+        """Return the arguments that both passes share, under our names."""
         library = self.library
         longest = call.max_seqlen_k
         if library.clamps_windows and (call.left, call.right) != (UNBOUNDED, UNBOUNDED):
@@ -141,11 +144,11 @@ class FlashKernel(VarlenKernel):
         return getattr(functions, function)(**{spelling.get(name, name): value for name, value in arguments.items()})
 
     def _functions(self) -> Any:
-        """What holds the library's functions, or why they cannot be had."""
+        """Return the object that holds the library's functions, or the reason (a string) why there is none."""
         return self.library.load() if self.ops is None else self.ops
 
 
 def _is_process_deterministic() -> bool:
-    """Whether PyTorch's operators must repeat to the bit: a switch of the whole process, which is not ours to turn."""
+    """Return whether PyTorch's operators must repeat to the bit: a process-wide switch that we never set."""
     enabled = torch.are_deterministic_algorithms_enabled()
     return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,11 +1,11 @@
-"""A table of slices as few calls of a variable-length flash kernel. Pure; knows shapes and windows, no kernel.
+"""Translation of a slice table to few calls of a varlen flash kernel. Pure; knows shapes and windows, no kernel.
 
 A varlen call takes packed query rows and packed key rows, both cut into the same number of sequences, and one window
-for all: query row i of a sequence of sq rows sees key j of its sk keys where ``-right <= i + sk - sq - j <= left``,
+for all: query row i of a sequence of sq rows sees key j of its sk keys if ``-right <= i + sk - sq - j <= left``,
 that is, counted from the *last* row (bottom-right). −1 leaves a side open; a bound cannot be negative. Two sequences
 of a call share neither query nor key rows, so forward needs no merge and backward no addition within it.
 
-How slices come to that form is told in ``groups.py``.
+``groups.py`` brings slices to that form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rows = slice | Tensor
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VarlenCall:
-    """One call: which rows it packs, where its sequences end, its window. Made on the CPU, for one batch row."""
+    """One call: its packed rows, the bounds of its sequences, its window. Made on the CPU, for one batch row."""
 
     queries: Rows
     keys: Rows
@@ -49,13 +49,13 @@ class VarlenCall:
     offsets: Tensor
 
     def on_device(self, B: int, device: torch.device) -> VarlenCall:
-        """The call for B batch rows of the same sequences, its tensors copied to the device."""
+        """Return the call for B batch rows of the same sequences, with its tensors copied to the device."""
 
         def copied(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=True)  # no wait for the kernels before it
 
         def bounds(cu_seqlens: Tensor) -> Tensor:
-            """The sequences of all batch rows, behind each other."""
+            """Return the bounds of the sequences of all batch rows, one row after another."""
             first = torch.arange(B, dtype=cu_seqlens.dtype)[:, None] * cu_seqlens[-1]
             return copied(torch.cat((cu_seqlens[:1], (cu_seqlens[1:] + first).flatten())))
 
@@ -79,7 +79,7 @@ class VarlenCall:
 
 @once_per_table
 def translate(slices: Tensor, *, distances: bool = False) -> tuple[VarlenCall, ...]:
-    """The calls that together compute every slice exactly once, those with most query rows first.
+    """Return the calls that together compute every slice exactly once, those with most query rows first.
 
     With ``distances`` each sequence has one step and one offset, so no two slices are joined and none is cut.
     """
@@ -89,7 +89,7 @@ def translate(slices: Tensor, *, distances: bool = False) -> tuple[VarlenCall, .
 
 
 def calls_of(groups: Iterable[Group]) -> tuple[VarlenCall, ...]:
-    """A call for each group, in their order."""
+    """Return a call for each group, in their order."""
     groups, calls = list(groups), []
     touched = np.zeros(max((int(group.work[:, Q_STOP].max()) for group in groups), default=0), dtype=bool)
     for group in groups:
@@ -103,7 +103,7 @@ def calls_of(groups: Iterable[Group]) -> tuple[VarlenCall, ...]:
 
 
 def _call(group: Group, queries: Rows, *, is_first: bool) -> VarlenCall:
-    """The call of a group, each of whose slices is a sequence."""
+    """Return the call of a group; each of its slices becomes a sequence."""
     work = group.work
     q_lengths = work[:, Q_STOP] - work[:, Q_START]
     k_lengths = work[:, K_STOP] - work[:, K_START]
@@ -131,7 +131,7 @@ def _cumulative(lengths: ndarray) -> Tensor:
 
 
 def _rows(starts: ndarray, stops: ndarray) -> Rows:
-    """The rows of these ranges, in this order."""
+    """Return the rows of these ranges, in this order."""
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
     lengths = stops - starts

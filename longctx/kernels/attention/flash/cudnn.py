@@ -2,9 +2,10 @@
 
 Written for PyTorch 2.11 to 2.13. The operator attends within one sequence, to all keys or causally from the top-left
 corner. So slices are cut into rectangles and squares, a call each: it suits rows of one document, or a few long ones.
-``auto`` does not take it, for two reasons beside: cuDNN plans each pair of lengths anew, which takes a good part of a
-second and is kept forever, and no GPU has shown yet what it gains. Its form for packed sequences is of no use: PyTorch
-plans that anew in every call of backward, and counts in 32 bits, too few for 2^31 values of a tensor.
+``auto`` does not take it, for two more reasons: cuDNN makes a plan for each pair of lengths, which takes a good part of
+a second and is kept forever, and its gain has not been measured on a GPU yet. Its form for packed sequences is not
+used: PyTorch makes that plan again in every call of backward, and counts in 32 bits, too few for 2^31 values of a
+tensor.
 
 Axes: B batch, n query and m key rows of one sequence, H query heads, K key heads, D query/key head size, V value head
 size.
@@ -33,14 +34,20 @@ _FIRST_WITH_192 = 91100
 
 
 class CudnnKernel(VarlenKernel):
-    """Causal and full masks without a window; bfloat16 and float16 heads up to 128, or 192 with values of 128."""
+    """Kernel for causal and full masks without a window.
+
+    Heads are in bfloat16 or float16 and have up to 128 channels, or 192 with values of 128.
+    """
 
     lacks = tuple(RULES)
 
     def __init__(
         self, ops: Any = None, *, capability: tuple[int, int] | None = None, version: int | None = None
     ) -> None:
-        """``ops`` holds the operators (None: PyTorch's), ``version`` is cuDNN's (None: ask PyTorch)."""
+        """Create the kernel.
+
+        ``ops`` holds the operators (None: PyTorch's), ``version`` is cuDNN's (None: ask PyTorch).
+        """
         super().__init__("cudnn", capability=capability)
         self.ops, self.version = ops, version
 
@@ -54,7 +61,7 @@ class CudnnKernel(VarlenKernel):
         return self._missing() or self.device_refusal(request, (8, None))
 
     def calls(self, slices: Tensor, q_BtHD: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
-        """A call for each rectangle and square."""
+        """Return a call for each rectangle and square."""
         return dense_calls_on(slices, q_BtHD.shape[0], q_BtHD.device)
 
     def call_forward(
@@ -83,9 +90,9 @@ class CudnnKernel(VarlenKernel):
             return _one_key_backward(dout_nHV, qkv, result, call, scores)
         (q_nHD, k_mKD, v_mKV), (out_nHV, lse_nH) = qkv, result
         n, m = call.max_seqlen_q, call.max_seqlen_k
-        # always in one layout: a plan is kept for the lengths and q's, k's and v's strides, and not for these two's
+        # always in one layout: a plan is cached by the lengths and the strides of q, k and v, but not of these two
         dout, out = (x.to(q_nHD.dtype).contiguous() for x in (dout_nHV, out_nHV))
-        state = torch.empty((), dtype=torch.int64, device=q_nHD.device)  # of dropout, of which there is none
+        state = torch.empty((), dtype=torch.int64, device=q_nHD.device)  # of dropout, which is not used
         grads = self._operators()._scaled_dot_product_cudnn_attention_backward(
             _by_heads(dout, n),
             _by_heads(q_nHD, n),
@@ -108,7 +115,7 @@ class CudnnKernel(VarlenKernel):
         return dq, dk, dv, None
 
     def _missing(self) -> str | None:
-        """Why PyTorch has no cuDNN; None where it has."""
+        """Return why PyTorch has no cuDNN, or None if it has."""
         if self.ops is None and not torch._C._has_cudnn:
             return "this PyTorch was built without cuDNN"
         return None
@@ -131,20 +138,20 @@ class CudnnKernel(VarlenKernel):
 
 @once_per_table
 def dense_calls_on(slices: Tensor, B: int, device: torch.device) -> tuple[VarlenCall, ...]:
-    """The table's rectangles and squares, one sequence each, on the device."""
+    """Return a call for each of the table's rectangles and squares, one sequence each, on the device."""
     groups = []
     for q_start, q_stop, k_start, k_stop, causal in squares_and_rectangles(slices).tolist():
-        work = np.array([[q_start, q_stop, k_start, k_stop, 0, 0, 0, 0]])  # the window says what LO and HI would
+        work = np.array([[q_start, q_stop, k_start, k_stop, 0, 0, 0, 0]])  # the window replaces LO and HI
         groups.append(Group(UNBOUNDED, 0 if causal else UNBOUNDED, work))
     return tuple(call.on_device(B, device) for call in calls_of(groups))
 
 
 @once_per_table
 def squares_and_rectangles(slices: Tensor) -> ndarray:
-    """A table's work as rows (first query, last + 1, first key, last + 1, whether causal), causal ones square.
+    """Return a table's work as rows (first query, last + 1, first key, last + 1, is causal), causal ones square.
 
-    Row i of a slice with a lower bound sees the keys up to i − lo. The first keys are seen by all rows, a rectangle;
-    then follow a square triangle, and below it rows that see all of its keys, another rectangle.
+    Row i of a slice with a lower bound sees the keys up to i − lo. All rows see the first keys, a rectangle. A
+    triangle in a square follows, and below it another rectangle: rows that see all keys of the triangle.
     """
     work = trimmed(slices)
     if (work[:, HI] < _FAR).any():
@@ -166,12 +173,12 @@ def squares_and_rectangles(slices: Tensor) -> ndarray:
 
 
 def _is_causal(call: VarlenCall) -> bool:
-    """Whether the call's mask is a triangle: its sides are equal then, so both corners are the same."""
+    """Return whether the call's mask is a triangle; its sides are equal then, so both corners are the same."""
     return call.right != UNBOUNDED
 
 
 def _by_heads(x_nHD: Tensor, length: int) -> Tensor:
-    """Packed rows of sequences of one length as [B, H, length, D]; a view."""
+    """View packed rows of equally long sequences as [B, H, length, D]."""
     return x_nHD.unflatten(0, (-1, length)).transpose(1, 2)
 
 
@@ -179,7 +186,7 @@ def _by_heads(x_nHD: Tensor, length: int) -> Tensor:
 
 
 def _one_key(q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of rows that see a single key: its value and its score."""
+    """Return the output and log-sum-exp of rows that see a single key: its value and its score."""
     k_nHD, v_nHV = (_of_each_row(x, q_nHD, call) for x in (k_mKD, v_mKV))
     return v_nHV, (q_nHD.float() * k_nHD).sum(-1) * scores.scale
 
@@ -196,7 +203,7 @@ def _one_key_backward(
     dk, dv = dscore_nH.unsqueeze(-1) * q_nHD.float(), weight_nH.unsqueeze(-1) * dout
 
     def of_key(grad_nHD: Tensor) -> Tensor:
-        """The sum over the rows of a sequence and the query heads of a key head."""
+        """Sum over the rows of a sequence and the query heads of a key head."""
         shape = (-1, call.max_seqlen_q, k_mKD.shape[1], q_nHD.shape[1] // k_mKD.shape[1], grad_nHD.shape[-1])
         return grad_nHD.reshape(shape).sum((1, 3))
 
@@ -204,6 +211,6 @@ def _one_key_backward(
 
 
 def _of_each_row(x_mKD: Tensor, q_nHD: Tensor, call: VarlenCall) -> Tensor:
-    """The one key of each query row and head in float32, [n, H, D]."""
+    """Return the one key of each query row and head in float32, [n, H, D]."""
     heads = x_mKD.float().repeat_interleave(q_nHD.shape[1] // x_mKD.shape[1], dim=1)
     return heads.repeat_interleave(call.max_seqlen_q, dim=0)

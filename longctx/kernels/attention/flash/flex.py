@@ -2,16 +2,16 @@
 
 Written for ``torch.nn.attention.flex_attention`` of PyTorch 2.11 to 2.13 (``return_aux``). It is compiled when a
 combination of score rule, dtype and head size is first met, which takes seconds to a minute, and again when the
-numbers of rows and of keys first change; other documents and later changes are no reason to compile again.
+numbers of rows and of keys first change; other documents and later changes do not compile it again.
 
 It runs the same calls as the flash kernels, over packed rows whose visible keys are one range each, and so needs
 neither a window nor documents: a query row sees keys ``first <= k < stop``.
 
 **Backward.** FlexAttention's own backward knows only its own log-sum-exp, of this call's keys, not the global one. With
 o, l its output and log-sum-exp and O, L the global ones, p = exp(s − l) its weights and w = exp(l − L) <= 1, the global
-weights are w·p, and the score gradient that is wanted, w·p·(dO·v − dO·O), is what it computes for the output gradient
-w·dO and the log-sum-exp gradient w·(dO·o − dO·O). So backward runs its forward again, for o and l: 3.5 instead of 2.5
-times the forward's work, and exact.
+weights are w·p. Given the output gradient w·dO and the log-sum-exp gradient w·(dO·o − dO·O), it computes the desired
+score gradient w·p·(dO·v − dO·O). So backward runs its forward again, for o and l: 3.5 instead of 2.5 times the
+forward's work, and exact.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _CACHE_BYTES = 256 << 20
 
 
 class FlexKernel(VarlenKernel):
-    """Any mask and any score rule; bfloat16, float16 and float32."""
+    """Kernel for any mask and any score rule; bfloat16, float16 and float32."""
 
     def __init__(self, ops: Any = None, *, capability: tuple[int, int] | None = None) -> None:
-        """``ops`` is the function to call (None: ``flex_attention``, compiled)."""
+        """Create the kernel; ``ops`` is the function to call (None: ``flex_attention``, compiled)."""
         super().__init__("flex", capability=capability)
         self.ops = ops
         self._prepared = PreparedCalls(_CACHE_BYTES)
@@ -57,7 +57,7 @@ class FlexKernel(VarlenKernel):
     def supports(self, request: KernelRequest) -> str | None:
         largest = 256
         if request.dtype == torch.float32:
-            largest = 128  # what a block's shared memory holds
+            largest = 128  # the capacity of a block's shared memory
         if why := self.refusal(request, dtypes=(*HALF, torch.float32), largest_head=largest):
             return why
         if request.deterministic and "relative_bias" in request.rules:
@@ -80,7 +80,7 @@ class FlexKernel(VarlenKernel):
         if table is not None:
             table = table.detach().requires_grad_()
             leaves.append(table)
-        # this call's own o and l, which its backward goes by
+        # this call's own o and l, which FlexAttention's backward uses
         with torch.enable_grad():
             own_out, own_lse = self._attention(q, k, v, call, scores, table)
         # w = exp(l − L), the share of this call's keys in the global softmax
@@ -100,7 +100,7 @@ class FlexKernel(VarlenKernel):
     def _attention(
         self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores, table: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Output [n, H, V] and log-sum-exp [n, H] of one call, under autograd."""
+        """Return output [n, H, V] and log-sum-exp [n, H] of one call, under autograd."""
         prepared = self._prepared.of(call)
         run, attention = _by_heads, self.ops
         if attention is None:
@@ -122,7 +122,7 @@ class FlexKernel(VarlenKernel):
 
 
 class Prepared(NamedTuple):
-    """What FlexAttention needs of a call, worked out once for all layers."""
+    """Inputs of FlexAttention that depend on the call only, computed once for all layers."""
 
     mask: BlockMask
     from_q: Tensor
@@ -130,14 +130,14 @@ class Prepared(NamedTuple):
     from_k: Tensor
 
     def num_bytes(self) -> int:
-        """What it takes on the device."""
+        """Return the size of its tensors on the device, in bytes."""
         tensors = [x for x in self.mask.as_tuple() if isinstance(x, Tensor)]
         tensors.extend((self.from_q, self.from_k))
         return sum(x.numel() * x.element_size() for x in tensors)
 
 
 class PreparedCalls:
-    """What was worked out for the calls met last, while they exist and up to so many bytes.
+    """Cache of ``Prepared`` for recent calls, kept while the calls exist and up to ``most_bytes``.
 
     A schedule makes its calls once and all layers share them, so a call is its own key.
     """
@@ -151,7 +151,7 @@ class PreparedCalls:
         return len(self._known)
 
     def of(self, call: VarlenCall) -> Prepared:
-        """What FlexAttention needs of this call."""
+        """Return the FlexAttention inputs of this call; prepare them on first use."""
         key = id(call)
         if key in self._known:
             self._known.move_to_end(key)
@@ -159,7 +159,7 @@ class PreparedCalls:
         prepared = prepare(call)
         self._known[key] = ref(call, lambda _: self._forget(key)), prepared
         self.num_bytes += prepared.num_bytes()
-        # the newest stays whatever it takes: it is about to be used
+        # the newest stays whatever its size: it is about to be used
         while self.num_bytes > self._most_bytes and len(self._known) > 1:
             self._forget(next(iter(self._known)))
         return prepared
@@ -170,20 +170,20 @@ class PreparedCalls:
 
 
 def prepare(call: VarlenCall) -> Prepared:
-    """The block mask, and where the rows' tokens stand in their document."""
+    """Build the block mask, and the positions of the rows' tokens in their document."""
     row_q, sequence_q = _rows_of(call.cu_seqlens_q, call.num_queries)
     row_k, sequence_k = _rows_of(call.cu_seqlens_k, call.num_keys)
     from_q = call.steps[sequence_q] * row_q + call.offsets[sequence_q]
     first, stop = visible_keys(call)
-    # Rows that fill up see the first key: nothing is asked of their output, so they give no gradient, and no row of
-    # the call is without a key.
+    # Padding rows see the first key: their output is not used, so they give no gradient, and no row of the call is
+    # without a key.
     first, stop, from_q = _filled_rows(first), _filled_rows(stop, value=1), _filled_rows(from_q)
     mask = block_mask(first, stop, max(call.num_keys, _LEAST_ROWS))
     return Prepared(mask, from_q, _filled_rows(call.steps[sequence_k] * row_k))
 
 
 def _filled_rows(x_n: Tensor, value: int = 0) -> Tensor:
-    """x [n, …] with this value behind its last row up to ``_LEAST_ROWS`` rows."""
+    """Pad x [n, …] with this value, behind its last row, to at least ``_LEAST_ROWS`` rows."""
     missing = _LEAST_ROWS - len(x_n)
     if missing > 0:
         return pad(x_n, (0, 0) * (x_n.ndim - 1) + (0, missing), value=value)
@@ -191,7 +191,10 @@ def _filled_rows(x_n: Tensor, value: int = 0) -> Tensor:
 
 
 def visible_keys(call: VarlenCall) -> tuple[Tensor, Tensor]:
-    """Of each packed query row the keys first <= k < stop, int32 [n]: one range, since a sequence's window is one."""
+    """Return ``first`` and ``stop``, int32 [n]: each packed query row sees the keys first <= k < stop.
+
+    One range per row is enough, since a sequence has one window.
+    """
     row, sequence = _rows_of(call.cu_seqlens_q, call.num_queries)
     length_q, length_k = call.cu_seqlens_q.diff()[sequence], call.cu_seqlens_k.diff()[sequence]
     diagonal = row + length_k - length_q  # the key that the kernel counts 0
@@ -205,7 +208,7 @@ def visible_keys(call: VarlenCall) -> tuple[Tensor, Tensor]:
 
 
 def _rows_of(cu_seqlens: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """(index within its sequence, sequence) of each packed row."""
+    """Return (index within its sequence, sequence) of each packed row."""
     lengths = cu_seqlens.diff()
     sequences = torch.arange(len(lengths), device=cu_seqlens.device)
     sequence = torch.repeat_interleave(sequences, lengths, output_size=num_rows)  # without the size the host waits
@@ -213,7 +216,11 @@ def _rows_of(cu_seqlens: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def block_mask(first: Tensor, stop: Tensor, num_keys: int) -> BlockMask:
-    """Which blocks of keys a block of query rows meets: its rows' ranges and between; whole where all see all of it."""
+    """Build the mask from each row's visible keys [first, stop).
+
+    A block of query rows meets all key blocks from its rows' smallest ``first`` to their largest ``stop``. A key block
+    is unmasked if all rows see all of it.
+    """
     rows = len(first)
     num_q, num_k = -(-rows // _BLOCK), -(-num_keys // _BLOCK)
     missing = num_q * _BLOCK - rows
@@ -224,7 +231,7 @@ def block_mask(first: Tensor, stop: Tensor, num_keys: int) -> BlockMask:
     # a block of keys is met if any row of the block sees a key of it, and needs no mask if all rows see all of it
     hull_first = by_block(first, num_keys).amin(1) // _BLOCK
     hull_stop = -(-by_block(stop, 0).amax(1) // _BLOCK)
-    whole_first = -(-by_block(first, num_keys).amax(1) // _BLOCK)  # a block with missing rows is whole nowhere
+    whole_first = -(-by_block(first, num_keys).amax(1) // _BLOCK)  # a block with missing rows is never unmasked
     whole_stop = by_block(stop, 0).amin(1) // _BLOCK
     k = torch.arange(num_k, device=first.device)
     whole = (whole_first[:, None] <= k) & (k < whole_stop[:, None])
@@ -247,13 +254,14 @@ def block_mask(first: Tensor, stop: Tensor, num_keys: int) -> BlockMask:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many blocks of keys, which ones first) for each block of rows, [1, 1, rows] and [1, 1, rows, keys]."""
+    """Return the number of marked key blocks of each block of rows, [1, 1, rows], and the key blocks, marked ones
+    first, [1, 1, rows, keys]."""
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def score_rule(prepared: Prepared, scores: Scores, table_NH: Tensor | None) -> Callable[..., Tensor] | None:
-    """What becomes of a scaled dot product: soft cap, then ALiBi, then the learned bias. None where nothing does."""
+    """Return a function that applies soft cap, ALiBi and learned bias to a score, in this order; None without rules."""
     if not scores.rules:
         return None
     cap, slopes, bias = scores.softcap, scores.alibi_slopes_H, scores.relative_bias
@@ -287,7 +295,7 @@ def _table(scores: Scores) -> Tensor | None:
 
 @lru_cache(maxsize=32)
 def _compiled(kind: tuple) -> Any:
-    """``flex_attention``, compiled for scores of one kind, with or without gradients.
+    """Return ``flex_attention`` compiled for scores of one kind, with or without gradients.
 
     PyTorch counts recompilations by code object and turns a number that changes between calls into a variable, which
     FlexAttention's kernels do not take as a scale. So each kind has a code object of its own: its scale and its soft
@@ -295,7 +303,7 @@ def _compiled(kind: tuple) -> Any:
     """
     name = re.sub(r"\W", "_", f"flex_attention{kind}")
     function = FunctionType(_by_heads.__code__.replace(co_name=name), globals(), name)
-    # One graph: past its limit of recompilations PyTorch must fail, not fall back to forming whole scores. Lengths
+    # One graph: past its limit of recompilations PyTorch must fail, not fall back to forming all scores. Lengths
     # become dynamic by themselves when a second one is met; ``dynamic=True`` would make the scale a variable too.
     return torch.compile(function, fullgraph=True)
 
@@ -303,9 +311,9 @@ def _compiled(kind: tuple) -> Any:
 def _by_heads(
     q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, attention: Callable[..., Any], **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Output [n, H, V] and log-sum-exp [n, H] of packed rows.
+    """Return output [n, H, V] and log-sum-exp [n, H] of packed rows.
 
-    Heads change places here, within the graph: of a view PyTorch would compile for what it is a view of as well.
+    Heads are transposed here, within the graph: given a view, PyTorch would also specialize on the base of the view.
     """
     q_1HnD, k_1KmD, v_1KmV = (x.transpose(0, 1).unsqueeze(0) for x in (q_nHD, k_mKD, v_mKV))
     out_1HnV, aux = attention(q_1HnD, k_1KmD, v_1KmV, return_aux=AuxRequest(lse=True), **options)

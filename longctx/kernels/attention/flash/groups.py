@@ -1,18 +1,18 @@
-"""Which slices of a table stand in one call of a variable-length kernel. Pure; ``calls.py`` says what a call can hold.
+"""Grouping of a table's slices into calls of a variable-length kernel. Pure; ``calls.py`` describes a call.
 
 * A slice is trimmed until its first and last row see a key and its first and last key are seen. Then both bounds count
   from the bottom-right corner and are ≥ 0, and no row without a key ever reaches a kernel.
 * Rectangles over the same rows and neighbouring keys, or the reverse, become one.
 * Slices with the same window that share neither rows nor keys are one group: all documents of a batch, for instance.
   Slices that do share some go to as many groups as overlap.
-* Bands that overlap, or that have too many different windows, are cut into rectangles and square triangles, where that
-  takes fewer groups. Sink tokens beside a window need it: each document has a window of its own.
+* Bands that overlap, or that have too many different windows, are cut into rectangles and square triangles, if that
+  takes fewer groups. Sink tokens in addition to a window need it: each document has a window of its own.
 
 Counted over 13,430 tables of zigzag and balanced rows (2 to 16 ranks, 32K to 1M tokens, 1 to 900 documents, windows
-with and without sink tokens), that is 19,022 groups, and 29,269 where nothing is joined or cut. To cut rectangles that
-overlap along binary trees over their keys, as this file once did, gave 19,027.
+with and without sink tokens), that is 19,022 groups, and 29,269 if no slices are joined or cut. Cutting overlapping
+rectangles along binary trees over their keys, as this file once did, gave 19,027.
 
-Work is an int64 array with the columns of a table of slices, where ±``_FAR`` stands for an open bound.
+Work is an int64 array with the columns of a table of slices; ±``_FAR`` stands for an open bound.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Group(NamedTuple):
 
 
 def group_slices(slices: Tensor, *, distances: bool) -> list[Group]:
-    """The groups that together hold every slice exactly once; ``distances`` joins and cuts none."""
+    """Return groups that together hold every slice exactly once; with ``distances`` no slice is joined or cut."""
     work = trimmed(slices)
     if not len(work):
         return []
@@ -67,7 +67,7 @@ def group_slices(slices: Tensor, *, distances: bool) -> list[Group]:
 
 
 def trimmed(slices: Tensor) -> ndarray:
-    """The table's work without rows that see nothing, keys that nobody sees, and bounds that hold anyway."""
+    """Return the table's work without rows that see no key, keys that no row sees, and bounds that hold anyway."""
     work = slices.numpy().copy()
     work[work[:, LO] == OPEN, LO] = -_FAR
     work[work[:, HI] == OPEN, HI] = _FAR
@@ -90,7 +90,7 @@ def _trimmed(work: ndarray) -> ndarray:
 
 
 def _windows(work: ndarray) -> ndarray:
-    """(left, right) of each row of trimmed work, [n, 2]."""
+    """Return (left, right) of each row of trimmed work, [n, 2]."""
     lo, hi = work[:, LO], work[:, HI]
     corner = work[:, Q_STOP] - work[:, K_STOP]  # i − j at the bottom-right corner, where the kernel counts 0
     left = np.where(hi == _FAR, UNBOUNDED, hi - corner)
@@ -99,18 +99,18 @@ def _windows(work: ndarray) -> ndarray:
 
 
 def _is_full(work: ndarray) -> ndarray:
-    """Which rows of trimmed work are rectangles."""
+    """Return a mask of the rows of trimmed work that are rectangles."""
     return (work[:, LO] == -_FAR) & (work[:, HI] == _FAR)
 
 
 def _disjoint(starts: ndarray, stops: ndarray) -> bool:
-    """Whether no two of these ranges share a row."""
+    """Return whether no two of these ranges share a row."""
     order = np.argsort(starts, kind="stable")
     return bool((stops[order][:-1] <= starts[order][1:]).all())
 
 
 def _independent(work: ndarray) -> bool:
-    """Whether all of the work can stand in one call."""
+    """Return whether all of the work fits into one call."""
     return _disjoint(work[:, Q_START], work[:, Q_STOP]) and _disjoint(work[:, K_START], work[:, K_STOP])
 
 
@@ -122,12 +122,12 @@ def _by_first_row(work: ndarray) -> ndarray:
 
 
 def groups_by_window(work: ndarray) -> list[Group]:
-    """The work by window, and within a window by what can stand in one call."""
+    """Group the work by window, and the work of each window into parts that fit into one call."""
     return [group for bucket in _buckets(work) for group in _first_fit(bucket)]
 
 
 def _buckets(work: ndarray) -> list[Group]:
-    """The work of every window that occurs, sorted by first query row, whether or not its rows are disjoint."""
+    """Return the work of each distinct window, sorted by first query row, whether or not its rows are disjoint."""
     if not len(work):
         return []
     work = _by_first_row(work)
@@ -137,20 +137,23 @@ def _buckets(work: ndarray) -> list[Group]:
 
 
 def _joined(windows: ndarray, work: ndarray) -> ndarray:
-    """Windows in which an open side takes a neighbour's bound that does not bind it: short documents join long ones."""
+    """Return the windows with open sides replaced by another window's bound if it has no effect on them.
+
+    This way short documents join long ones.
+    """
     windows = windows.copy()
     for side, length in ((0, work[:, K_STOP] - work[:, K_START]), (1, work[:, Q_STOP] - work[:, Q_START])):
         other = windows[:, 1 - side]
         bounded = windows[:, side] != UNBOUNDED
         for kind in np.unique(other[bounded]):
-            # no two tokens of a piece shorter than the bound lie farther apart than it
+            # no two tokens of a piece shorter than the bound are farther apart than the bound
             bound = windows[bounded & (other == kind), side].max()
             windows[~bounded & (other == kind) & (length - 1 <= bound), side] = bound
     return windows
 
 
 def _first_fit(bucket: Group) -> list[Group]:
-    """One group where all rows are disjoint, else each piece in the first group that it does not overlap."""
+    """Return one group if all rows are disjoint, else put each piece into the first group that it does not overlap."""
     if _independent(bucket.work):
         return [bucket]
     ranges = bucket.work[:, :LO].tolist()
@@ -166,7 +169,7 @@ def _first_fit(bucket: Group) -> list[Group]:
 
 
 def _fits(piece: list[int], others: list[list[int]]) -> bool:
-    """Whether a piece overlaps none of the others, which come before it in the order of query rows."""
+    """Return whether a piece overlaps none of the others, which come before it in the order of query rows."""
     q_start, _, k_start, k_stop = piece
     # the others' query rows are disjoint and ascend: the last of them ends last
     if others[-1][Q_STOP] > q_start:
@@ -175,9 +178,9 @@ def _fits(piece: list[int], others: list[list[int]]) -> bool:
 
 
 def _absorbed(groups: list[Group], rectangles: ndarray) -> tuple[list[Group], ndarray]:
-    """The groups with those rectangles that their window does not bind, and the rest.
+    """Add to each group the rectangles that its window does not restrict; return the groups and the other rectangles.
 
-    Rectangles so small are a striped document's one token on this rank, or the end of a window.
+    Such small rectangles are a striped document's one token on this rank, or the end of a window.
     """
     found = []
     for group in groups:
@@ -198,10 +201,10 @@ def _absorbed(groups: list[Group], rectangles: ndarray) -> tuple[list[Group], nd
 
 
 def _band_groups(bands: ndarray) -> tuple[list[Group], ndarray]:
-    """(groups, rectangles that were cut off them)."""
+    """Return (groups, rectangles that were cut off them)."""
     buckets = _buckets(bands)
     crowded = len(buckets) > _MAX_WINDOWS
-    # a group as it is, or cut; where there are many windows all are cut, for squares of one kind join
+    # a group as it is, or cut; with many windows all are cut, because squares of one kind join
     good, to_cut = [], []
     for bucket in buckets:
         if not crowded and _independent(bucket.work):
@@ -216,8 +219,8 @@ def _band_groups(bands: ndarray) -> tuple[list[Group], ndarray]:
 
 
 def _cut(bands: ndarray) -> ndarray:
-    """Bands without the rows that see all their keys and the keys that all their rows see, and those besides."""
-    # rows between the two bounds' corners see every key; what remains above and below has one bound each
+    """Cut off the rows that see all keys of their band, and the keys that all rows see; return all pieces."""
+    # rows between the two bounds' corners see every key; the rest above and below has one bound each
     _, _, k0, k1, lo, hi = bands.T[:STEP]
     pieces = _in_three(bands, Q_START, Q_STOP, k1 - 1 + lo, k0 + hi + 1)
     q0, q1, _, _, lo, hi = pieces.T[:STEP]
@@ -225,7 +228,7 @@ def _cut(bands: ndarray) -> ndarray:
 
 
 def _in_three(work: ndarray, start: int, stop: int, a: ndarray, b: ndarray) -> ndarray:
-    """Each row's [start, stop) cut at [a, b), where that is not empty."""
+    """Cut the range [start, stop) of each row of work at a and b, if [a, b) is not empty."""
     a, b = (np.clip(x, work[:, start], work[:, stop]) for x in (a, b))
     a, b = (np.where(a < b, x, work[:, stop]) for x in (a, b))
     before, within, after = work.copy(), work.copy(), work.copy()
@@ -239,13 +242,13 @@ def _in_three(work: ndarray, start: int, stop: int, a: ndarray, b: ndarray) -> n
 
 
 def _neighbours_joined(work: ndarray) -> ndarray:
-    """Rectangles of the same rows and neighbouring keys made one, then those of the same keys and neighbouring rows."""
+    """Merge rectangles of the same rows and neighbouring keys, then those of the same keys and neighbouring rows."""
     work = _merged(work, same=(Q_START, Q_STOP), along=(K_START, K_STOP))
     return _merged(work, same=(K_START, K_STOP), along=(Q_START, Q_STOP))
 
 
 def _merged(work: ndarray, *, same: tuple[int, int], along: tuple[int, int]) -> ndarray:
-    """Rectangles with the same range on one side and neighbouring ranges on the other, made one."""
+    """Merge rectangles with the same range on one side and neighbouring ranges on the other."""
     if len(work) < 2:
         return work
     work = work[np.lexsort((work[:, along[0]], work[:, same[1]], work[:, same[0]]))]

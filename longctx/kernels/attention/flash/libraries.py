@@ -1,4 +1,4 @@
-"""The flash-attention libraries: an entry each, with all that differs between them. A new library is a new entry.
+"""The flash-attention libraries: one entry each, with all their differences. A new library is a new entry.
 
 All of them compute attention over packed sequences under one window, counted from the bottom-right corner, and return
 log-sum-exps [H, n] in natural units. Every argument is passed by name, so arguments that a later version adds at the
@@ -26,7 +26,7 @@ def _refuses_nothing(request: KernelRequest, generation: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlashLibrary:
-    """How one library is called, and what it cannot do."""
+    """Calling convention and limits of one library."""
 
     name: str
     """The kernel's name."""
@@ -67,7 +67,7 @@ class FlashLibrary:
 
 @lru_cache(maxsize=16)
 def import_library(name: str) -> ModuleType | str:
-    """The module, or on one line why it cannot be imported."""
+    """Import and return the module, or return the reason why it cannot be imported, on one line."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -78,7 +78,7 @@ def import_library(name: str) -> ModuleType | str:
         return f"{name} cannot be imported ({lines[0]})"
 
 
-# --- head sizes: whole multiples of 8 ------------------------------------------------------------------------------
+# --- head sizes: multiples of 8 ------------------------------------------------------------------------------------
 
 
 def _multiple_of_8(size: int) -> int:
@@ -126,7 +126,7 @@ FLASH2 = FlashLibrary(  # flash_attn 2.7 to 2.8; older versions have other windo
     forward="_flash_attn_varlen_forward",
     backward="_flash_attn_varlen_backward",
     spelling={"scale": "softmax_scale", "lse": "softmax_lse"},
-    constants={"dropout_p": 0.0, "causal": False, "alibi_slopes": None},  # the window says what is causal
+    constants={"dropout_p": 0.0, "causal": False, "alibi_slopes": None},  # the window makes it causal
     forward_constants={"return_softmax": False},
     clamps_windows=True,
     writes_gradients=True,
@@ -161,7 +161,7 @@ FLASH3 = FlashLibrary(  # the hopper folder of flash-attn 2.8.3, and the flash_a
     forward="fwd",
     backward="bwd",
     spelling={"scale": "softmax_scale", "lse": "softmax_lse"},
-    constants={"is_causal": False},  # the window says what is causal
+    constants={"is_causal": False},  # the window makes it causal
     forward_constants={"num_splits": 1},  # by default it chooses how to split keys, and merges in another order
     writes_gradients=True,
     has_deterministic=False,
@@ -184,7 +184,10 @@ def _load_flash4() -> Any:
 
 @lru_cache(maxsize=4)
 def _takes_packed_sequences(module: ModuleType) -> bool:
-    """Whether this is flash-attn 4: flash-attn 2.8 ships a folder of the same name, whose backward takes none."""
+    """Return whether this is flash-attn 4.
+
+    flash-attn 2.8 ships a folder of the same name, but its backward does not take packed sequences.
+    """
     return "cu_seqlens_q" in inspect.signature(module._flash_attn_bwd).parameters
 
 
@@ -218,7 +221,7 @@ def _load_aten() -> Any:
     return torch.ops.aten
 
 
-CUDA_FLASH = FlashLibrary(  # PyTorch 2.11 to 2.13: flash-attn 2 inside, with that kernel's traps
+CUDA_FLASH = FlashLibrary(  # PyTorch 2.11 to 2.13: flash-attn 2 inside, with that kernel's quirks
     name="cuda_flash",
     load=_load_aten,
     forward="_flash_attention_forward",

@@ -1,7 +1,7 @@
-"""What CUDA kernels over packed sequences share: slices become calls, and the calls' results are merged or added.
+"""Base of CUDA kernels over packed sequences: slices become calls, and the calls' results are merged or added.
 
-Axes: B batch, t query and s key rows of this device, n query and m key rows packed for one call (all batch rows behind
-each other), H query heads, K key heads, D query/key head size, V value head size.
+Axes: B batch, t query and s key rows of this device, n query and m key rows packed for one call (all batch rows, one
+after another), H query heads, K key heads, D query/key head size, V value head size.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class VarlenKernel(ABC):
-    """An attention kernel made of calls over packed sequences; a subclass adds one call's forward and backward.
+    """Attention kernel made of calls over packed sequences; a subclass adds one call's forward and backward.
 
-    Heads are padded with zeros to a size that the kernel has: zeros change no score, and what they give is cut off.
+    Heads are padded with zeros to a size that the kernel has: zeros change no score, and the padded part of its results
+    is cut off.
     """
 
     lacks: tuple[str, ...] = ()
@@ -36,38 +37,38 @@ class VarlenKernel(ABC):
     """Whether its backward repeats to the bit."""
 
     def __init__(self, name: str, *, capability: tuple[int, int] | None = None) -> None:
-        """``capability`` is the compute capability to go by (None: the current CUDA device's)."""
+        """Create the kernel; ``capability`` is the compute capability to assume (None: the current CUDA device's)."""
         self.name, self.capability = name, capability
 
     @abstractmethod
     def supports(self, request: KernelRequest) -> str | None:
-        """None when the kernel can serve the request, else the reason why not."""
+        """Return None if the kernel can serve the request, else the reason why not."""
 
     @abstractmethod
     def head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int] | None:
-        """What heads of queries and keys, and of values, are padded to; None where no size is large enough."""
+        """Return the sizes to pad heads of queries and keys, and of values, to; None if no size is large enough."""
 
     @abstractmethod
     def call_forward(
         self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """Output [n, H, V] and log-sum-exp [n, H] of one call, in any dtype."""
+        """Return output [n, H, V] and log-sum-exp [n, H] of one call, in any dtype."""
 
     @abstractmethod
     def call_backward(
         self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dq, dk, dv (in any dtype) and the bias table's gradient (None without one) of one call.
+        """Return dq, dk, dv (in any dtype) and the bias table's gradient (None without a table) of one call.
 
         ``result`` is the output [n, H, V] and the log-sum-exp [n, H] over all calls, hops and ranks.
         """
 
     def calls(self, slices: Tensor, q_BtHD: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
-        """The calls for these slices."""
+        """Return the calls for these slices."""
         return calls_on(slices, q_BtHD.shape[0], q_BtHD.device, distances=scores.needs_distances)
 
     def device_capability(self) -> tuple[int, int] | None:
-        """The compute capability to go by; None without a CUDA device."""
+        """Return the compute capability to assume; None without a CUDA device."""
         if self.capability is not None:
             return self.capability
         if torch.cuda.is_available():
@@ -118,7 +119,7 @@ class VarlenKernel(ABC):
         return Gradients(dq.get(), dk.get(), dv.get(), dtable)
 
     def _check(self, scores: Scores, num_heads: int) -> None:
-        """ConfigError for scores that it cannot form: operators call a kernel by name and do not ask what it has."""
+        """Raise ConfigError for rules that it lacks: operators call a kernel by name, without ``supports``."""
         check_scores(scores, num_heads)
         for rule in scores.rules:
             if rule in self.lacks:
@@ -134,7 +135,7 @@ class VarlenKernel(ABC):
         return sizes
 
     def refusal(self, request: KernelRequest, *, dtypes: tuple[torch.dtype, ...], largest_head: int) -> str | None:
-        """Why the request cannot be served, by what needs neither a library nor a device."""
+        """Return why the request cannot be served, or None, by checks that need neither a library nor a device."""
         if request.device_type != "cuda":
             return f"runs on CUDA devices, not on {request.device_type}"
         if request.dtype not in dtypes:
@@ -150,7 +151,7 @@ class VarlenKernel(ABC):
         return None
 
     def device_refusal(self, request: KernelRequest, generations: tuple[int, int | None]) -> str | None:
-        """Why the request cannot be served on this device by a kernel for these major compute capabilities."""
+        """Return why a kernel for these major compute capabilities cannot serve the request on this device, or None."""
         capability = self.device_capability()
         why = _capability_refusal(capability, generations)
         if capability is None or why:
@@ -185,19 +186,19 @@ class _Result:
             out[:, rows], lse[:, rows] = part, part_lse
         elif isinstance(rows, slice):
             merge_(out[:, rows], lse[:, rows], part, part_lse)
-        else:  # rows that are no neighbours cannot be merged in place
+        else:  # rows that are not neighbours cannot be merged in place
             so_far, so_far_lse = out.index_select(1, rows), lse.index_select(1, rows)
             merge_(so_far, so_far_lse, part, part_lse)
             out[:, rows], lse[:, rows] = so_far, so_far_lse
 
     def get(self) -> tuple[Tensor, Tensor]:
-        """Return what all calls gave."""
+        """Return the merged output and log-sum-exp of all calls."""
         if self._merged is None:
             return self._nothing()
         return self._merged
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
-        """The result over no key."""
+        """Return the result over no key."""
         q = self._q_BtHD
         B, t, H, _ = q.shape
         out = q.new_zeros((B, t, H, self._value_dim), dtype=accumulate_dtype(q.dtype))
@@ -207,7 +208,7 @@ class _Result:
 class _Gradient:
     """The gradient of a tensor [B, t, …], added up call by call.
 
-    A call names a row once, so the calls alone decide the order of additions: it is the same in every run.
+    A call names a row once, so only the calls decide the order of additions: it is the same in every run.
     """
 
     def __init__(self, like_Bt: Tensor) -> None:
@@ -237,12 +238,12 @@ class _Gradient:
 
 @once_per_table
 def calls_on(slices: Tensor, B: int, device: torch.device, *, distances: bool) -> tuple[VarlenCall, ...]:
-    """The calls for a table, their tensors on the device: made once, so that only the first layer copies anything."""
+    """Return the calls for a table, with tensors on the device; made once, so that only the first layer copies them."""
     return tuple(call.on_device(B, device) for call in translate(slices, distances=distances))
 
 
 def pack(x_Bt: Tensor, rows: Rows) -> Tensor:
-    """The rows [B·n, …] of a tensor [B, t, …]; a view where they lie behind each other already."""
+    """Return the rows [B·n, …] of a tensor [B, t, …]; a view if they are contiguous already."""
     if isinstance(rows, slice):
         return x_Bt[:, rows].flatten(0, 1)
     return x_Bt.index_select(1, rows).flatten(0, 1)
@@ -251,13 +252,13 @@ def pack(x_Bt: Tensor, rows: Rows) -> Tensor:
 def _packed_inputs(
     q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, call: VarlenCall, sizes: tuple[int, int]
 ) -> ThreeTensors:
-    """The rows of a call with heads of these sizes: q [n, H, D], k [m, K, D], v [m, K, V]."""
+    """Return the rows of a call with heads of these sizes: q [n, H, D], k [m, K, D], v [m, K, V]."""
     D, V = sizes
     return padded(pack(q_BtHD, call.queries), D), padded(pack(k_BsKD, call.keys), D), padded(pack(v_BsKV, call.keys), V)
 
 
 def padded(x: Tensor, size: int) -> Tensor:
-    """x with zeros behind its last axis up to ``size``, channels side by side: kernels read them in words."""
+    """Pad the last axis of x with zeros to ``size`` and make it contiguous: kernels read channels in words."""
     missing = size - x.shape[-1]
     if missing:
         return functional.pad(x, (0, missing))
@@ -267,7 +268,7 @@ def padded(x: Tensor, size: int) -> Tensor:
 
 
 def _capability_refusal(capability: tuple[int, int] | None, generations: tuple[int, int | None]) -> str | None:
-    """Why a device of this compute capability (None: no device) is not one of these generations."""
+    """Return why a device of this compute capability (None: no device) is not of these generations; None if it is."""
     first, last = generations
     if capability is not None and first <= capability[0] and (last is None or capability[0] <= last):
         return None
