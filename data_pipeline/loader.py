@@ -304,7 +304,7 @@ class Loader:
         return self._order.report(self._position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last step as plain JSON: equal on all ranks, loadable with any number of them."""
+        """Return the position after the last step as plain JSON: equal on all ranks, loadable with any number."""
         return self._order.state(self._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launcher.config.resolved import ResolvedConfig
 from launcher.plan.encoder import encoder_run, num_source_tokens
-from launcher.plan.parameters import num_layer_parameters
+from launcher.plan.parameters import num_ffn_parameters, num_layer_parameters
 from launcher.plan.token_bytes import FLOAT32, TokenBytes
 from launcher.plan.workspace import BackwardCall, backward_workspace, expected_kernel
 from longctx.architecture.layers import groups_of, layer_specs
@@ -197,7 +197,7 @@ class _Layers(TokenBytes):
         arriving = one.q + one.kv + 2 * one.out + one.lse
         if self.config.train.store == "device":
             arriving = -(one.q + one.kv + one.out)
-        if groups[0] > groups[1]:
+        if groups[0] > groups[1] and self.config.train.store == "device":
             # Gradients, in float32, of keys and values that several groups read.
             arriving += one.kv * FLOAT32 // self.width
         of_group = self.tokens * (arriving + self._core_backward(layer, groups))
@@ -205,7 +205,9 @@ class _Layers(TokenBytes):
         if self.config.train.store == "host" and self.device_type == "cpu":
             # On a CPU the host store is in the same memory as the device.
             stored = self.tokens * passed
-        return of_group + stored + _weight_sums(self, layer)
+        # The FFN's gradients are complete by then, and rounded.
+        finished = num_ffn_parameters(self.config, layer) * (FLOAT32 - self.width)
+        return of_group + stored + _weight_sums(self, layer) - finished
 
     def _groups(self, layer: int) -> tuple[int, int]:
         """Return the numbers of groups in which a layer's query heads and key heads pass through its core."""

@@ -47,6 +47,12 @@ def num_layer_parameters(config: ResolvedConfig, layer: int | None = None) -> in
     return _count(layers[layer % len(layers)])
 
 
+def num_ffn_parameters(config: ResolvedConfig, layer: int) -> int:
+    """Return the number of those that are of its FFN or experts."""
+    layers = build_shapes(config).model.layers
+    return _count(layers[layer % len(layers)].mlp)
+
+
 @cache
 def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())

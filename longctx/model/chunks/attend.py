@@ -84,16 +84,17 @@ class _GroupSums:
     def __init__(self, store: ChunkStore, values: ByGroups, groups: int) -> None:
         self.stored: list[Stored] = []
         self._store, self._values, self._groups = store, values, groups
-        self._total: Tensor | None = None
+        self._total: Stored | None = None
 
     def add(self, group: int, gradient: Tensor) -> None:
-        """Add a group's gradient; groups come in order."""
+        """Add the gradient of a group; groups come in order."""
         assert gradient is not None, "a core's backward owes q, k and v a gradient each"
         dtype = gradient.dtype
         if self._total is not None:
-            gradient = self._total.add_(gradient)
+            # The sum belongs to this object alone, so it may be written to.
+            gradient, self._total = self._total.whole().wait().add_(gradient), None
         if self._values.is_last(group, self._groups):
-            self._total = None
             self.stored.append(self._store.put(gradient.to(dtype)))
-        elif self._total is None:
-            self._total = gradient.to(accumulate_dtype(dtype), copy=True)
+        else:
+            # In float32 it would be the largest tensor beside the next group's backward, so it waits in the store.
+            self._total = self._store.put(gradient.to(accumulate_dtype(dtype), copy=True))

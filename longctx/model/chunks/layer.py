@@ -89,8 +89,8 @@ class _Layer(torch.autograd.Function):
         trained = [x for x in inputs if x is not None and x.requires_grad]
         differentiate = Differentiate(trained)
         scores = _with_table(ctx.layer.parts.call.scores, inputs[0])
-        of_ffn = [inputs[2 + number] for number in ctx.layer.parts.ffn_weights]
-        ctx.layer.backward(dstats, differentiate, scores, inputs[1], of_ffn)
+        after_core = [inputs[2 + number] for number in ctx.layer.parts.weights_after_core]
+        ctx.layer.backward(dstats, differentiate, scores, inputs[1], after_core)
         gradients = dict(zip(map(id, trained), differentiate.sums.results(), strict=True))
         return dhandle, None, *(gradients.get(id(x)) for x in inputs)
 
@@ -140,7 +140,7 @@ class ChunkedLayer:
         differentiate: Differentiate,
         scores: Scores,
         source_BsM: Tensor | None,
-        ffn_weights: Sequence[Tensor],
+        after_core: Sequence[Tensor],
     ) -> None:
         """Run the gradient of the residual stream back through the layer; ``source_BsM`` is a leaf, if there is one."""
         x, projected, attended, crossed = self.x, self.projected, self.attended, self.crossed
@@ -156,7 +156,7 @@ class ChunkedLayer:
         if self.cross is not None and crossed is not None and source_BsM is not None:
             self.cross.backward(x, attended, crossed, source_BsM, dx, douts, differentiate)
         # After the FFN's backward, so that its memory and theirs do not add up. Of it the gradients are left.
-        differentiate.sums.finish(ffn_weights)
+        differentiate.sums.finish(after_core)
         projected = projected or self._project(x)
         attend = partial(self._attend_own, scores=scores)
         dprojected = attend_backward(self.store, projected, attended, douts[0], differentiate, attend)

@@ -18,6 +18,9 @@ from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.recompute import RecomputeCache
 from longctx.model.rotary import RotaryTable
 
+_AFTER_CORE = ("mlp.", "self_attn.o_proj.", "self_attn.out_proj.")
+"""Beginnings of the names of parameters that only the part of a block behind its core reads."""
+
 
 class LayerParts:
     """Parts of one layer in one forward pass."""
@@ -27,7 +30,7 @@ class LayerParts:
         self.block, self.table, self.call, self.num_tokens = block, table, call, num_tokens
         self.draws = call.draws()
         names = [name for name, _ in block.named_parameters()]
-        self.ffn_weights = [number for number, name in enumerate(names) if name.startswith("mlp.")]
+        self.weights_after_core = [number for number, name in enumerate(names) if name.startswith(_AFTER_CORE)]
         """Numbers of the block's parameters that attention's backward adds nothing to."""
 
     def project(self, x_BcM: Tensor, tokens: slice, *, only_graph: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,12 +97,14 @@ class WeightSums:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = weights
         self._sums: list[Tensor | None] = [None] * len(weights)
+        self._finished: set[int] = set()
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add one chunk's gradient of each weight, None for a weight it does not use. The tensors are taken over."""
         for n, gradient in enumerate(gradients):
             if gradient is None:
                 continue
+            assert n not in self._finished, "a gradient for a weight whose sum was finished"
             total = self._sums[n]
             # The first one becomes the sum: no zeros are allocated for weights that no chunk meets.
             if total is None:
@@ -113,6 +118,7 @@ class WeightSums:
         for n, (weight, total) in enumerate(zip(self._weights, self._sums, strict=True)):
             if id(weight) in finished and total is not None:
                 self._sums[n] = total.to(weight.dtype)
+                self._finished.add(n)
 
     def results(self) -> list[Tensor | None]:
         """Return the gradients in the dtypes of the weights; None for a weight to which nothing was added."""
