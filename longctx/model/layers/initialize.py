@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -45,14 +47,26 @@ def _log_rates(normal: Tensor) -> Tensor:
     return torch.special.ndtr(normal).mul_(15).add_(1).log_()
 
 
-def _rate_biases(normal: Tensor) -> Tensor:
-    """Return inputs that softplus maps to steps of 0.001 to 0.1, uniform in their logarithm (Mamba)."""
-    steps = torch.special.ndtr(normal).mul_(math.log(100)).add_(math.log(0.001)).exp_()
+def _rate_biases(normal: Tensor, least: float) -> Tensor:
+    """Return inputs that softplus maps to steps from ``least`` to 100 times that, uniform in their logarithm."""
+    steps = torch.special.ndtr(normal).mul_(math.log(100)).add_(math.log(least)).exp_()
     return steps + torch.log(-torch.expm1(-steps))
 
 
-_FUNCTIONS = {"A_log": _log_rates, "dt_bias": _rate_biases}
-"""Of normal values, for weights whose initial values are not normal."""
+_LEAST_STEP, _LEAST_DECAY = 0.001, 0.00005
+"""Steps of Mamba are also the strength of what a token writes. Those of a delta rule only decay: with Mamba's, most
+heads forget within a dozen tokens, and models that begin so do not learn to recall in the time of softmax layers."""
+
+
+def _function_of(name: str, config: ModelConfig) -> Callable[[Tensor], Tensor] | None:
+    """Return the function of normal values for weights whose initial values are not normal; None for the others."""
+    *_, layer, _, weight, _ = ["", "", "", "", *name.split(".")]
+    if weight == "A_log":
+        return _log_rates
+    if weight != "dt_bias":
+        return None
+    is_mamba = layer.isdigit() and config.layer_kind(int(layer)) == "mamba2"
+    return partial(_rate_biases, least=_LEAST_STEP if is_mamba else _LEAST_DECAY)
 
 
 class InitialTensor:
@@ -62,7 +76,7 @@ class InitialTensor:
         """Set up the tensor; ``numel`` is the number of values of the full model's tensor."""
         self._name, self._numel, self._seed = name, numel, seed
         self._constant, self._std = _constant(name, config), config.init_std
-        self._function = _FUNCTIONS.get(name.split(".")[-2]) if "." in name else None
+        self._function = _function_of(name, config)
         if "conv1d" in name:
             self._std = (3 * config.delta_conv) ** -0.5
         if any(part in name for part in _TO_STREAM):
