@@ -26,7 +26,7 @@ from launcher.trace.figures import HostWait
 from launcher.trace.host_waits import HostWaits
 from launcher.trace.links import Links
 from launcher.trace.live_bytes import LiveBytes
-from longctx.kernels.alike import times
+from longctx.kernels.traced_loops import times
 
 
 class StoppedAtWaitError(Exception):

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from longctx.errors import ConfigError
-from longctx.kernels.alike import in_a_trace_once
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.gated_delta.front import StateSpaceWeights, Tokens, Weights, activate, weights_of
 from longctx.kernels.gated_delta.spans import Block, Cut, Span, cut_spans
 from longctx.kernels.linear_attention import Segments
+from longctx.kernels.traced_loops import in_a_trace_once
 
 CHUNK = 64
 """Tokens of a chunk: the work inside chunks grows with it, the number of steps from state to state shrinks."""

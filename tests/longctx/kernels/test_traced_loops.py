@@ -11,11 +11,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.trace.live_bytes import LiveBytes
-from longctx.kernels import alike
-from longctx.kernels.alike import in_a_trace_once, times
+from longctx.kernels import traced_loops
 from longctx.kernels.gated_delta.call import Options
 from longctx.kernels.gated_delta.rule import gated_delta
 from longctx.kernels.linear_attention import Segments
+from longctx.kernels.traced_loops import in_a_trace_once, times
 from tests.longctx.kernels.delta_oracle import make
 
 
@@ -48,14 +48,14 @@ def traced(bounds: Sequence[int]) -> tuple[Counter[str], int]:
 def test_a_trace_counts_what_every_block_does(bounds, monkeypatch):
     some = traced(bounds)
     # No tensor is one of these, so every block runs.
-    monkeypatch.setattr(alike, "FakeTensor", type("Never", (), {}))
+    monkeypatch.setattr(traced_loops, "FakeTensor", type("Never", (), {}))
     assert traced(bounds) == some
 
 
 def test_blocks_of_several_documents_differ_by_their_masks_alone(monkeypatch):
     bounds = (0, 3, 90, 163)
     operators, peak = traced(bounds)
-    monkeypatch.setattr(alike, "FakeTensor", type("Never", (), {}))
+    monkeypatch.setattr(traced_loops, "FakeTensor", type("Never", (), {}))
     every_operator, every_peak = traced(bounds)
     assert operators.total() == pytest.approx(every_operator.total(), rel=0.05)
     assert peak == pytest.approx(every_peak, rel=0.01)
