@@ -69,12 +69,12 @@ def attend_backward(
             inputs = leaves(values)
             out_BtHV = attend(group, inputs, cache)
             # The cache returns the tensors that the core saved, so this computes no attention a second time.
-            found = differentiate([out_BtHV], inputs, [dout_BtHV])
-        # In the next group's turn only the gradients of this one are left.
+            found = list(differentiate([out_BtHV], inputs, [dout_BtHV]))
+        # In the next group's turn only the gradients of this one are left, in the store.
         values.clear()
         del inputs, out_BtHV, dout_BtHV
-        for of_kind, gradient in zip(sums, found, strict=True):
-            of_kind.add(group, gradient)
+        for of_kind in sums:
+            of_kind.add(group, found.pop(0))
     return Projected._make(ByGroups(of_kind.stored) for of_kind in sums)
 
 
@@ -89,12 +89,12 @@ class _GroupSums:
     def add(self, group: int, gradient: Tensor) -> None:
         """Add the gradient of a group; groups come in order."""
         assert gradient is not None, "a core's backward owes q, k and v a gradient each"
-        dtype = gradient.dtype
+        dtype, total = gradient.dtype, gradient
         if self._total is not None:
             # The sum belongs to this object alone, so it may be written to.
-            gradient, self._total = self._total.whole().wait().add_(gradient), None
+            total, self._total = self._total.whole().wait().add_(gradient), None
         if self._values.is_last(group, self._groups):
-            self.stored.append(self._store.put(gradient.to(dtype)))
+            self.stored.append(self._store.put(total.to(dtype)))
         else:
             # In float32 it would be the largest tensor beside the next group's backward, so it waits in the store.
-            self._total = self._store.put(gradient.to(accumulate_dtype(dtype), copy=True))
+            self._total = self._store.put(total.to(accumulate_dtype(dtype), copy=total is gradient))

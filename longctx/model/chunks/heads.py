@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longctx.architecture.layers import groups_of
 from longctx.model.chunks.store import Arriving, ChunkStore, Stored
+from longctx.model.experts.dispatch import Ready
 
 
 class ByGroups:
@@ -78,10 +79,10 @@ class _AllHeads:
 def groups_in_turn(values: Sequence[ByGroups], *, frees: bool) -> Iterator[list[Tensor]]:
     """Yield the values [B, t, h, …] of each group on the device, while the next group's are on their way.
 
-    With ``frees`` a group's place is given back when its values are here: it is not read a second time.
+    A place that several groups read is fetched once. With ``frees`` it is given back when its values are here.
     """
     groups = max(of_all.num_places for of_all in values)
-    arriving = [of_all.group(0, groups) for of_all in values]
+    arriving: list[Arriving] = [of_all.group(0, groups) for of_all in values]
     for number in range(groups):
         arrived = [group.wait() for group in arriving]
         # The arrived values are held only here.
@@ -90,7 +91,10 @@ def groups_in_turn(values: Sequence[ByGroups], *, frees: bool) -> Iterator[list[
             if frees:
                 of_all.free(number, groups)
         if number + 1 < groups:
-            arriving = [of_all.group(number + 1, groups) for of_all in values]
+            arriving = [
+                of_all.group(number + 1, groups) if of_all.is_last(number, groups) else Ready(here)
+                for of_all, here in zip(values, arrived, strict=True)
+            ]
         yield arrived
 
 

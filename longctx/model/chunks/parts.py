@@ -18,7 +18,7 @@ from longctx.model.experts.layer import MixtureOfExperts, MoECall
 from longctx.model.recompute import RecomputeCache
 from longctx.model.rotary import RotaryTable
 
-_AFTER_CORE = ("mlp.", "self_attn.o_proj.", "self_attn.out_proj.")
+_AFTER_CORE = ("mlp.", "self_attn.o_proj.", "self_attn.out_proj.", "self_attn.gate_proj.", "self_attn.in_proj_z.")
 """Beginnings of the names of parameters that only the part of a block behind its core reads."""
 
 
