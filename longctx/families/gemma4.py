@@ -107,7 +107,11 @@ def _agreed(table: Any, layers: Sequence[int]) -> Mapping[str, Any]:
     entries = list(table.values()) if isinstance(table, dict) else [table]
     fits = all(isinstance(entry, dict) and set(entry) <= set(_HEADS) for entry in entries)
     if entries and fits:
-        fits = set(table) == {str(layer) for layer in layers} and all(entry == entries[0] for entry in entries)
+        # transformers pads the numbers with zeros, so that they sort.
+        digits = len(str(max(layers, default=0)))
+        numbers = {str(key).zfill(digits) for key in table}
+        fits = numbers == {str(layer).zfill(digits) for layer in layers}
+        fits = fits and all(entry == entries[0] for entry in entries)
     if not fits:
         raise ConfigError(
             f"per_layer_config={shown(table)} in config.json is not supported; supported: a table with the same "

@@ -7,6 +7,7 @@ import json
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +32,16 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
+
+OTHER_CLASSES = {"bert", "roberta", "albert", "bart", "marian", "t5"}
+"""Types that transformers does not load as decoders."""
+CHANGED_DEFAULTS: dict[str, dict[str, object]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "glm4_moe": {"head_dim": 128},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+}
+"""Of classes whose defaults are no model, or one that is refused."""
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +88,21 @@ class TestThereAndBack:
     )  # fmt: skip
     def test_presets_are_what_was_published(self, hub, preset):
         assert effective(ModelConfig.from_hf(HUB[hub])) == effective(PRESETS[preset])
+
+    @pytest.mark.few(12)
+    @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - OTHER_CLASSES))
+    def test_a_model_of_full_size_has_transformers_parameters(self, model_type):
+        """The class's defaults are the sizes of a published model in most types; 30 layers and more show other faults
+        than the three of a tiny one."""
+        transformers = pytest.importorskip("transformers")
+        theirs = transformers.CONFIG_MAPPING[model_type](**CHANGED_DEFAULTS.get(model_type, {}))
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(theirs)
+        # A file has no more than what JSON says.
+        config = ModelConfig.from_hf(json.loads(theirs.to_json_string(use_diff=False)))
+        shapes, buffers = parameter_shapes(config), ("correction_bias", "layer_scalar")
+        count = sum(math.prod(shape) for name, shape in shapes.items() if not name.endswith(buffers))
+        assert count == sum(parameter.numel() for parameter in model.parameters())
 
     @pytest.mark.parametrize("name", CASES | TWO_STACKS)
     def test_transformers_reads_the_config_as_we_meant_it(self, name, hf_configs, tmp_path):
