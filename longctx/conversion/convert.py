@@ -37,11 +37,12 @@ from longctx.conversion.verify import (
     TensorCheck,
     check_kind,
     compare_logits,
+    transformers_knows,
     why_no_logits,
 )
 from longctx.conversion.weights.folder import has_usual_names
 from longctx.errors import CheckpointError, ConfigError
-from longctx.families import ALIASES
+from longctx.families import ALIASES, family_of
 from longctx.files import staged_folder
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.load import GENERATION_CONFIG, JSON_FILE, MODEL_FILE, has_tokenizer
@@ -99,7 +100,9 @@ def export_checkpoint(
     config, origin, other_parts = model_config(reader), training.get("imported", {}), carried_part(reader)
     dtypes = export_dtypes(reader, dtype)
     written, size = _widest(dtypes), _num_values(reader)
-    no_logits = _why_no_logits(verify, config, size, written)
+    # For a run that started from an import, its manifest has it.
+    model_type = family_of(config, model_type=origin.get("model_type", training.get("model_type"))).model_type
+    no_logits = _why_no_logits(verify, config, size, written, model_type)
     written_tokenizer, copied = _choose_tokenizer(reader, tokenizer)
     if written_tokenizer is not None:
         log_remarks(written_tokenizer, config.vocab_size)
@@ -113,8 +116,7 @@ def export_checkpoint(
             _recorded(masters(), prints, verify),
             staging,
             tokenizer=written_tokenizer,
-            # For a run that started from an import, its manifest has it.
-            model_type=origin.get("model_type", training.get("model_type")),
+            model_type=model_type,
             token_ids=_token_ids(reader, origin, copied),
             carried=_recorded_part(other_parts, prints, verify),
             shard_bytes=shard_bytes,
@@ -199,7 +201,7 @@ def import_hf(
     source_dtype = reader.dtype
     # Before anything is written: a conversion that cannot be verified as requested ends here.
     size = _num_values(reader)
-    no_logits = _why_no_logits(verify, reader.config, size, source_dtype, reader=reader)
+    no_logits = _why_no_logits(verify, reader.config, size, source_dtype, reader.model_type_on_disk, reader=reader)
     log_remarks(reader.folder, reader.config.vocab_size)
     prints, dtypes = Fingerprints(), {}
     origin = {
@@ -262,18 +264,26 @@ def _parts_to_carry(reader: HfReader, *, text_only: bool) -> CarriedPart | None:
 
 
 def _why_no_logits(
-    verify: str, config: ModelConfig, size: int, dtype: torch.dtype, *, reader: HfReader | None = None
+    verify: str,
+    config: ModelConfig,
+    size: int,
+    dtype: torch.dtype,
+    model_type: str,
+    *,
+    reader: HfReader | None = None,
 ) -> str | None:
     """Return why logits are not compared; None if they are, empty if that was not requested.
 
-    Raise ConfigError if they were requested and cannot be compared. ``reader`` is given if transformers loads a folder
-    that we did not write.
+    ``model_type`` is that of the folder which transformers would load, and ``reader`` is given if we did not write it.
+    Raise ConfigError if they were requested and cannot be compared.
     """
     if verify not in ("auto", "logits"):
         return ""
     reason = why_no_logits(config, size, dtype)
     if reason is None and reader is not None:
         reason = _why_not_loaded(reader)
+    if reason is None and not transformers_knows(model_type):
+        reason = f"this version of transformers has no {model_type}"
     if reason is not None and verify == "logits":
         raise ConfigError(f"logits cannot be compared: {reason}. Try --verify tensors.")
     return reason

@@ -46,6 +46,13 @@ class Layout:
     """The parameter's range of the whole's first axis."""
     order: Tensor | None = field(default=None, compare=False)
     """For each row of the whole its row on disk; None if they are the same."""
+    swaps_halves: bool = False
+    """Whether the two halves of each row are exchanged on disk."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the values on disk are the members' in their order."""
+        return not self.steps and self.order is None and not self.swaps_halves
 
     @property
     def is_shared(self) -> bool:
@@ -185,7 +192,7 @@ def matches(patterns: Iterable[str], name: str) -> bool:
 def assemble(spec: TensorSpec, layout: Layout, disk: WeightsFolder) -> Tensor:
     """Read the parameter from disk; besides it, memory holds one tensor, or the group of parameters stored with it."""
     whole = _joined(layout.parts, disk)
-    if not layout.steps and not layout.is_shared and layout.order is None:
+    if layout.is_plain and not layout.is_shared:
         return whole.view(spec.shape)
     start, stop = layout.rows
     # One copy between two views does all steps at once.
@@ -195,13 +202,15 @@ def assemble(spec: TensorSpec, layout: Layout, disk: WeightsFolder) -> Tensor:
         part = on_disk[start:stop]
     else:
         part = on_disk[layout.order[start:stop]]
+    if layout.swaps_halves:
+        part = _halves_swapped(part)
     _our_view(out, layout.steps).copy_(part)
     return out
 
 
 def disassemble(layout: Layout, members: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield names and values on disk of the parameters that make up a layout, in its order; views if possible."""
-    if len(members) == 1 and not layout.steps and layout.order is None:
+    if len(members) == 1 and layout.is_plain:
         whole = members[0]
     else:
         whole = _whole(layout, members)
@@ -219,6 +228,8 @@ def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
     for member in members:
         stop = start + member.shape[0]
         values = _our_view(member, layout.steps)
+        if layout.swaps_halves:
+            values = _halves_swapped(values)
         # Written through the index, which avoids a reordered copy in memory.
         if layout.order is None:
             view[start:stop].copy_(values)
@@ -226,6 +237,10 @@ def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
             view[layout.order[start:stop]] = values.to(dtype)
         start = stop
     return whole
+
+
+def _halves_swapped(x: Tensor) -> Tensor:
+    return x.roll(x.shape[-1] // 2, -1)
 
 
 def _disk_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
@@ -282,7 +297,14 @@ def _layout(
     rows = [shapes[member][0] for member in members]
     start = sum(rows[: members.index(name)])
     whole = (sum(rows), *shapes[name][1:])
-    layout = Layout(parts=(), whole=whole, steps=on_disk.steps, members=members, rows=(start, start + shapes[name][0]))
+    layout = Layout(
+        parts=(),
+        whole=whole,
+        steps=on_disk.steps,
+        members=members,
+        rows=(start, start + shapes[name][0]),
+        swaps_halves=on_disk.swaps_halves,
+    )
     parts = tuple(_parts(on_disk, _disk_shape(layout), layer, config))
     # An index, not a view: parts of different widths alternate on disk, which strides cannot express.
     order = None

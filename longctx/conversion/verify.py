@@ -148,6 +148,13 @@ def why_no_logits(config: ModelConfig, num_parameters: int, dtype: torch.dtype) 
     return None
 
 
+def transformers_knows(model_type: str) -> bool:
+    """Return whether the installed transformers has this type of model."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
 def compare_logits(
     config: ModelConfig,
     parameters: Callable[[], Iterable[tuple[str, Tensor]]],

@@ -6,7 +6,7 @@ from longctx.families.layers import from_layer_on, full_attention, one_switched_
 from longctx.families.llama import DENSE
 from longctx.families.rotary import rotary
 from longctx.families.rules import both_biases, constant, head_dim, kv_heads, llama_like, only, same
-from longctx.families.spec import PER_EXPERT, Family
+from longctx.families.spec import BLOCK, PER_EXPERT, Family, MtpOnDisk
 
 _EXPERTS = (
     sparse_steps(),
@@ -50,6 +50,29 @@ QWEN2 = Family(
     ),
     # transformers 5 loads Qwen2Tokenizer here, ignoring tokenizer_config.json.
     forces_own_tokenizer=True,
+)
+
+_MIMO_MTP = MtpOnDisk(
+    key="num_nextn_predict_layers",
+    block="model.mtp_layers.{k}.",
+    others=(
+        f"{BLOCK}token_layernorm.weight",
+        f"{BLOCK}hidden_layernorm.weight",
+        f"{BLOCK}input_proj.weight",
+        f"{BLOCK}final_layernorm.weight",
+    ),
+    hidden_first=True,
+)
+
+# MiMo-7B: the network of qwen2, with blocks for multi-token prediction. transformers has no class of its own for it.
+MIMO = Family(
+    model_type="mimo",
+    architecture="MiMoForCausalLM",
+    rules=(*QWEN2.rules, _MIMO_MTP.count()),
+    tensors=_MIMO_MTP.tensors(),
+    mtp=_MIMO_MTP,
+    carried_tensors=(r"model\.mtp_layers\..*",),
+    carried_keys=(_MIMO_MTP.key,),
 )
 
 # The network of qwen2, for models with their own tokenizer.

@@ -64,6 +64,8 @@ class OnDisk:
     """Rows of the tensor of each name; None if they have equal parts."""
     rows: Callable[[ModelFields], Sequence[int]] | None = None
     """For each row of the parameters, laid end to end, its row on disk; None if they lie so."""
+    swaps_halves: bool = False
+    """Whether the two halves of each row are exchanged on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,8 @@ class MtpOnDisk:
         "model.layers.{layer}.shared_head.norm.weight",
     )
     """Norms of the embedding and of hidden states, the projection of both, and the norm behind the block."""
+    hidden_first: bool = False
+    """Whether the projection takes the hidden state before the embedding."""
     copies: tuple[str, ...] = ()
     """Names of the embedding table and of the output matrix, which a block's tensors may have once more."""
     most: int = 64
@@ -113,7 +117,10 @@ class MtpOnDisk:
 
     def tensors(self) -> tuple[TensorRule, ...]:
         """Return the rules for tensors that an ordinary block does not have."""
-        return tuple(tensor(ours, theirs) for ours, theirs in zip(MTP_PARTS, self.others, strict=True))
+        rules = [tensor(ours, theirs) for ours, theirs in zip(MTP_PARTS, self.others, strict=True)]
+        if self.hidden_first:
+            rules[2] = replace(rules[2], layouts=(OnDisk(names=(self.others[2],), swaps_halves=True),))
+        return tuple(rules)
 
 
 MTP_PARTS = tuple(f"model.mtp.{{layer}}.{name}.weight" for name in ("join.enorm", "join.hnorm", "join.eh_proj", "norm"))

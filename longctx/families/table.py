@@ -17,7 +17,7 @@ from longctx.families.mixtral import MINIMAX_M2, MIXTRAL
 from longctx.families.olmo import OLMO2, OLMO3, OLMO_HYBRID
 from longctx.families.olmoe import OLMOE
 from longctx.families.phi3 import PHI3
-from longctx.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
+from longctx.families.qwen import MIMO, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
 from longctx.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from longctx.families.spec import Family
 from longctx.families.t5 import T5
@@ -29,6 +29,7 @@ _ALL = (
     MINISTRAL3,
     QWEN2,
     SEED_OSS,
+    MIMO,
     QWEN3,
     QWEN2_MOE,
     QWEN3_MOE,

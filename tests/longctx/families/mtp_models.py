@@ -94,3 +94,38 @@ def build(name: str, folder: Path, count: int = 1, **values: Any) -> tuple[Any, 
     config |= {COUNTED.get(name, "mtp_num_hidden_layers"): count}
     (folder / "config.json").write_text(json.dumps(config))
     return model, layers
+
+
+class MiMoBlock(torch.nn.Module):
+    """A block as MiMo-7B's makers define it, around transformers' Qwen2 layer: hidden state before embedding."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        norm, size = type(decoder.norm), decoder.config.hidden_size
+        self.token_layernorm, self.hidden_layernorm, self.final_layernorm = norm(size), norm(size), norm(size)
+        self.input_proj = torch.nn.Linear(2 * size, size, bias=False)
+        self.layer = type(decoder.layers[0])(decoder.config, 0)
+        torch.manual_seed(3)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+
+    def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        joined = torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embedded)), dim=-1)
+        return self.final_layernorm(self.layer(self.input_proj(joined), **options))
+
+
+def build_mimo(folder: Path) -> tuple[Any, MiMoBlock]:
+    """A tiny MiMo in a folder: transformers' Qwen2 and the block."""
+    model = hf_models.build(CASES["qwen2 full"])
+    hf_models.save(model, folder)
+    block = MiMoBlock(model.model).eval()
+    tensors = hf_models.on_disk(folder)
+    for key, tensor in block.state_dict().items():
+        tensors[f"model.mtp_layers.0.{key.removeprefix('layer.')}"] = tensor.clone()
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model, block

@@ -33,8 +33,8 @@ LLAMA = {
     "num_attention_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
 
-OTHER_CLASSES = {"bert", "roberta", "albert", "bart", "marian", "t5"}
-"""Types that transformers does not load as decoders."""
+OTHER_CLASSES = {"bert", "roberta", "albert", "bart", "marian", "t5", "mimo"}
+"""Types that transformers does not load as decoders, or has no class of."""
 CHANGED_DEFAULTS: dict[str, dict[str, object]] = {
     "deepseek_v2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "gemma4_text": {"hidden_size_per_layer_input": 0},

@@ -94,7 +94,8 @@ class TestType:
         assert family_of(config).model_type == "qwen3_5_text"
 
     def test_every_family_is_among_the_imported_ones(self):
-        assert {model_type for model_type, _ in map(imported, IMPORTED)} == set(FAMILIES)
+        # transformers has no class of MiMo's.
+        assert {model_type for model_type, _ in map(imported, IMPORTED)} == set(FAMILIES) - {"mimo"}
 
 
 NUMBERS = {

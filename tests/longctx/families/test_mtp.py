@@ -13,7 +13,7 @@ from longctx.errors import CheckpointError, ConfigError
 from longctx.model.decoder import Decoder
 from tests.longctx.families import hf_models
 from tests.longctx.families.hf_models import CASES
-from tests.longctx.families.mtp_models import COUNTED, QWEN, build
+from tests.longctx.families.mtp_models import COUNTED, QWEN, build, build_mimo
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -64,6 +64,43 @@ def test_a_folder_comes_back_bit_for_bit(name, tmp_path):
     assert all(torch.equal(first[key], second[key]) for key in first)
     key = COUNTED.get(name, "mtp_num_hidden_layers")
     assert json.loads((back / "config.json").read_text())[key] == 1
+
+
+def test_mimo_as_its_makers_define_it(tmp_path):
+    model, block = build_mimo(tmp_path / "hf")
+    config, tensors = load_hf(tmp_path / "hf", mtp=True)
+    ours = Decoder(config, seed=None)
+    ours.load_state_dict(tensors)
+    ours, model, block = ours.double(), hf_models.in_float64(model), block.double()
+    tokens_BT = hf_models.tokens_of(config)
+    positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+    ahead_BT = tokens_BT.roll(-1, 1)
+    found = ours(tokens_BT, positions_BT, ahead=[ahead_BT])
+    mask = torch.full((tokens_BT.shape[1],) * 2, -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    with hf_models.computing_in(torch.float64, model), torch.no_grad():
+        decoder = model.model
+        hidden_BTM = decoder(tokens_BT).last_hidden_state
+        embeddings = decoder.rotary_emb(hidden_BTM, position_ids=positions_BT)
+        wanted_BTM = block(
+            decoder.embed_tokens(ahead_BT), hidden_BTM, position_embeddings=embeddings, attention_mask=mask
+        )
+    assert (found[0].hidden_BtM - hidden_BTM).norm() <= 1e-9 * hidden_BTM.norm()
+    assert (found[1].hidden_BtM - wanted_BTM).norm() <= 1e-9 * wanted_BTM.norm()
+
+
+@pytest.mark.parametrize("mtp", [True, False])
+def test_mimo_comes_back_bit_for_bit(mtp, tmp_path):
+    build_mimo(tmp_path / "hf")
+    done = import_hf(tmp_path / "hf", tmp_path / "ours", mtp=mtp, verify="auto")
+    assert done.no_logits == "this version of transformers has no mimo"
+    exported = export_checkpoint(tmp_path / "ours", tmp_path / "back", verify="auto")
+    assert exported.no_logits == done.no_logits
+    back = exported.folder
+    first, second = hf_models.on_disk(tmp_path / "hf"), hf_models.on_disk(back)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    config = json.loads((back / "config.json").read_text())
+    assert (config["model_type"], config["num_nextn_predict_layers"]) == ("mimo", 1)
 
 
 def test_a_copy_that_differs_is_refused(tmp_path):
