@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,8 @@ TIME_BOUND = {
 """Our CPU seconds over transformers', by kind of processor."""
 TIME_WHY = "without bfloat16 instructions PyTorch's bfloat16 products and attention, which transformers runs, are slow"
 FLOOR_BOUND = {
-    "llama": {"plain": 1.25, "bf16": 1.12},
+    # What is beside products and attention takes as long as on plain processors, where they themselves take longer.
+    "llama": {"plain": 1.25, "bf16": 1.2},
     "mixtral": {"plain": 1.5, "bf16": 1.5},
     "qwen3-fine": {"plain": 1.5, "bf16": 1.5},
     "deepseek-v3": {"plain": 1.5, "bf16": 1.5},
@@ -210,8 +212,8 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a fresh process."""
     # read when the process loads OpenMP: CPU seconds are those of work, not of threads that wait for the next piece
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype
-from longctx.kernels.processor import Products
+from longctx.kernels.processor import Products, multiplies_rows_as_vectors
 
 _ROWS = 4096
 """Most rows that are converted at once: what bounds the copies."""
@@ -62,9 +62,8 @@ def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, p
     """Compute ``linear`` without a gradient, for the forward pass of an ``autograd.Function``."""
     if x_NI.dtype == torch.float32:
         return nn.functional.linear(x_NI, weight_OI, bias_O)
-    if is_one_row(x_NI):
-        # Reads every weight once, without conversion, with sums in float32: for one row a matrix product would convert
-        # or repack the full weight, which takes up to twice the time.
+    if is_one_row(x_NI) and is_vector_product(x_NI, products):
+        # Reads every weight once, without conversion, with sums in float32.
         if bias_O is None:
             out_O = torch.mv(weight_OI, x_NI.reshape(-1))
         else:
@@ -94,6 +93,11 @@ def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 def is_one_row(x_NI: Tensor) -> bool:
     """Return whether x is a single row on the CPU, as in decoding."""
     return on_cpu(x_NI) and x_NI.numel() == x_NI.shape[-1]
+
+
+def is_vector_product(x: Tensor, products: Products) -> bool:
+    """Return whether one row is multiplied by a matrix-vector product; the row of a matrix product is the other way."""
+    return x.dtype != torch.bfloat16 or products == "float32" or multiplies_rows_as_vectors()
 
 
 def multiply_backward(

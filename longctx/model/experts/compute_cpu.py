@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.grouped import grouped_rows
+from longctx.kernels.matmul import is_vector_product
 from longctx.model.experts.blocks import Blocks, SavedChunks
 from longctx.model.experts.call import ExpertsCall, Needs, Tokens, Weights, saved_widths
 from longctx.model.experts.gradient_sum import WeightGradients
@@ -128,9 +129,12 @@ def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tenso
         gates_R1 = gates_R1[[choice for choice, _ in chosen]]
     expert_R = [expert for _, expert in chosen]
 
+    multiply_row = _row_times_matrix
+    if is_vector_product(x_M, call.run.products):
+        multiply_row = torch.mv
     gate_up_RF = x_M.new_empty(len(chosen), weights.gate_up_eFM.shape[1])
     for row, expert in enumerate(expert_R):
-        torch.mv(weights.gate_up_eFM[expert], x_M, out=gate_up_RF[row])
+        multiply_row(weights.gate_up_eFM[expert], x_M, out=gate_up_RF[row])
     if weights.gate_up_bias_eF is not None:
         gate_up_RF += weights.gate_up_bias_eF[expert_R]
     inner_RF = x_M.new_empty(len(chosen), weights.down_eMF.shape[2])
@@ -138,10 +142,14 @@ def _forward_token(tokens: Tokens, weights: Weights, call: ExpertsCall) -> Tenso
 
     y_RM = x_M.new_empty(len(chosen), len(x_M))
     for row, expert in enumerate(expert_R):
-        torch.mv(weights.down_eMF[expert], inner_RF[row], out=y_RM[row])
+        multiply_row(weights.down_eMF[expert], inner_RF[row], out=y_RM[row])
     if weights.down_bias_eM is not None:
         y_RM += gates_R1 * weights.down_bias_eM[expert_R]
     return y_RM.sum(0, keepdim=True, dtype=wide)
+
+
+def _row_times_matrix(weight_OI: Tensor, x_I: Tensor, *, out: Tensor) -> None:
+    torch.mm(x_I[None], weight_OI.T, out=out[None])
 
 
 def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from longctx.kernels import matmul
 from longctx.kernels.matmul import multiply
 from longctx.model.experts.experts import Experts
 from tests.longctx.samples import randomize, tiny_config
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["vectors", "matrices"])
+def processor(request, monkeypatch):
+    """A processor that multiplies one row of bfloat16 faster as a vector, or as a matrix."""
+    monkeypatch.setattr(matmul, "multiplies_rows_as_vectors", lambda: request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
