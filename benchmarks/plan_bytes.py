@@ -1,9 +1,9 @@
-"""``plan`` beside ``plan --trace``: bytes by arithmetic, and those of the code itself, for twelve runs of three models.
+"""``plan`` beside ``plan --trace``: bytes by arithmetic, and those of the code itself, for fourteen runs of four models.
 
     LONGCTX_CUDA_PYTHON=PYTHON python -m benchmarks.plan_bytes [--few] [NAME …]
 
-131,072 tokens a rank, bfloat16, ZeRO 2, all layers of each model; ``--few`` takes three of them (five of DeepSeek-V3,
-whose first three have no experts). PYTHON has PyTorch's CUDA build; no GPU is needed. A trace of all layers takes one
+131,072 tokens a rank, bfloat16, ZeRO 2, all layers of each model; ``--few`` takes three of them (four of the hybrid,
+the last of which has softmax attention; five of DeepSeek-V3, whose first three have no experts). PYTHON has PyTorch's CUDA build; no GPU is needed. A trace of all layers takes one
 to ten minutes. What ZeRO holds is the same arithmetic in both, so the bound is on what activations take as well: the
 peak, and kept with passing, are never more than 1 % under the trace, nor more than 8 % over it. Each row is saved in
 ``benchmarks/results/KIND/plan_bytes.json``, which the tests hold the arithmetic to; one of few layers does not take the
@@ -60,7 +60,7 @@ class Case:
         return [*argv, *self.flags]
 
 
-LLAMA, QWEN, DEEPSEEK = "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"
+LLAMA, QWEN, DEEPSEEK, HYBRID = "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "qwen3.5-9b"
 CASES = (
     Case("llama, 1 rank, attention", LLAMA, 1, (*_ONE_EXPERT_RANK, *_ATTENTION)),
     Case("llama, 1 rank, all", LLAMA, 1, (*_ONE_EXPERT_RANK,)),
@@ -79,6 +79,8 @@ CASES = (
     Case("deepseek, 1 rank, attention", DEEPSEEK, 1, (*_ONE_EXPERT_RANK, *_ATTENTION), 5),
     Case("deepseek, ring of 8, attention", DEEPSEEK, 8, (*_ONE_EXPERT_RANK, *_ATTENTION), 5),
     Case("deepseek, ring of 8, chunks, host", DEEPSEEK, 8, (*_ONE_EXPERT_RANK, *_chunks(8)), 5),
+    Case("hybrid, ring of 8, attention", HYBRID, 8, (*_ONE_EXPERT_RANK, *_ATTENTION), 4),
+    Case("hybrid, ring of 8, chunks, host", HYBRID, 8, (*_ONE_EXPERT_RANK, *_chunks(16)), 4),
 )
 
 
