@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.hybrids import name_of
+
 Table = tuple[list[str], list[list[str]]]
 """Head and rows."""
 _ORIGINS = {"new": "new", "weights": "weights of a checkpoint", "resumed": "resumed, with moments"}
@@ -134,3 +136,25 @@ def of_delta(result: dict[str, Any]) -> Table:
         sent = f"{row['bytes'] // 2:,}"
         lines.append(["two ranks", f"{row['tokens']:,}", *seconds, f"{row['scaling']:.2f} of perfect", sent])
     return head, lines
+
+
+def of_hybrids(result: dict[str, Any]) -> Table:
+    """Needles found, and losses by position, of full attention and of the hybrid."""
+    lines = []
+    rows = {name_of(row): row for row in result["rows"]}
+    for row in result["rows"]:
+        if row["model"] != "full":
+            continue
+        other = rows.get(name_of(row | {"model": "hybrid"}))
+        if other is None:
+            continue
+        if row["case"] == "recall":
+            for length, score in row["scores"].items():
+                case = f"needles found in {int(length):,} tokens, seed {row['seed']}"
+                lines.append([case, f"{score:.2f}", f"{other['scores'][length]:.2f}"])
+            continue
+        lines.append([f"loss, rows of {row['length']:,} tokens", f"{row['loss']:.3f}", f"{other['loss']:.3f}"])
+        for ours, theirs in zip(row["bins"], other["bins"], strict=True):
+            case = f"tokens {int(ours['start']):,} to {int(ours['stop']) - 1:,} of them"
+            lines.append([case, f"{ours['loss']:.3f}", f"{theirs['loss']:.3f}"])
+    return ["", "full attention", "hybrid"], lines

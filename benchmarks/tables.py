@@ -423,6 +423,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "data-blocks": ("data_plan", lambda result: markdown(*run_tables.of_blocks(result))),
     "tuning": ("tuning", lambda result: markdown(*run_tables.of_tuning(result))),
     "gated-delta": ("gated_delta", lambda result: markdown(*run_tables.of_delta(result))),
+    "hybrids": ("hybrids", lambda result: markdown(*run_tables.of_hybrids(result))),
     "quantized": ("quantized", lambda result: markdown(*run_tables.of_quantized(result))),
     "encoders": ("encoders", lambda result: markdown(*encoder_tables.of_steps(result))),
     "translation": ("translation", lambda result: markdown(*encoder_tables.of_translation(result))),

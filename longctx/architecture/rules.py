@@ -314,6 +314,14 @@ def _check_mixers(config: ModelFields) -> None:
             f"model.norm_order='hybrid' tells gated_delta and kda layers from others; model.layers="
             f"{list(config.layers)} has one sort alone. Use 'pre' or 'output'."
         )
+    # What changes scores, where there are none. Cross attention of an encoder's decoder has some.
+    if not config.encoder_layers and not any(mixer.has_scores or mixer.core == "linear" for mixer in mixers):
+        for name, unused in (("attention_scale", 0), ("attention_softcap", 0), ("sinks", False), ("qk_norm", "none")):
+            if getattr(config, name) != unused:
+                raise ConfigError(
+                    f"model.{name}={shown(getattr(config, name))} is for softmax layers; model.layers="
+                    f"{list(config.layers)} has none. Leave it out."
+                )
     for mixer in mixers:
         mixer.check(config)
 

@@ -52,6 +52,8 @@ REFUSED = {
     "idle stride": ({"sparse_stride": 8}, "sparse_stride=8 with .*Try model.sparse_stride=0"),
     "cap of linear layers": ({"layers": ("linear",), "attention_softcap": 2.0}, "attention_softcap=2.0 means nothing"),
     "bias of linear layers": ({"layers": ("linear",), "position": "alibi"}, "position='alibi' .*Try rope"),
+    "sinks without scores": ({"layers": ("gated_delta",), "sinks": True}, "sinks=True is for softmax layers"),
+    "norms without scores": ({"layers": ("kda",), "qk_norm": "head"}, "qk_norm='head' is for softmax layers"),
     "half latent": ({"rope_head_dim": 4}, "rope_head_dim=4 belongs to latent attention; set model.kv_lora_rank"),
     "latent heads": ({**LATENT, "num_kv_heads": 2}, "num_kv_heads=2 must be model.num_heads=4"),
     "latent positions": ({**LATENT, "position": "alibi"}, "kv_lora_rank=6.*use model.position=rope"),
@@ -253,6 +255,8 @@ def spelled_out(drawn: dict) -> dict:
     if "global" not in layers:
         useless |= {name for name in values if name.startswith("global_")}
     useless |= set() if set(layers) - {"gated_delta", "kda"} else {"attention_gate", "v_norm"}
+    if not set(layers) - {"gated_delta", "kda"} and not values.get("encoder_layers"):
+        useless |= {"attention_scale", "attention_softcap", "sinks", "qk_norm"}
     useless |= {"v_norm"} if values.get("kv_lora_rank") or values.get("encoder_layers") else set()
     useless |= {"norm_offset"} if values.get("norm") == "layernorm" else set()
     return {name: value for name, value in values.items() if name not in useless}
