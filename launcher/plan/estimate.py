@@ -303,6 +303,7 @@ def _without_rows(config: ResolvedConfig, world: World) -> ResolvedConfig:
         products=config.train.products,
         chunk_tokens=min(config.train.chunk_tokens, 1),
         tokens_per_step=micro_batches,
+        optimizer=config.train.optimizer,
     )
     parallel = ResolvedParallel(
         context=config.parallel.context, ulysses=config.parallel.ulysses, expert=config.parallel.expert

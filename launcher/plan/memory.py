@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from launcher.config.resolved import ResolvedConfig
 from launcher.config.zero import zero_options
 from launcher.plan.encoder import encoder_run
+from launcher.plan.muon import num_orthogonal
 from launcher.plan.parameters import build_shapes
 from launcher.plan.world import World
 from launcher.wording import plural
@@ -96,12 +96,6 @@ def memory_by_stage(config: ResolvedConfig, model: ModelConfig, world_size: int)
     return found
 
 
-def _share_of_muon(counts: Mapping[str, int]) -> float:
-    """Return the share of parameters with one moment under Muon: roughly all matrices of blocks."""
-    of_blocks = ("attention", "dense_ffn", "router", "routed_experts", "shared_expert", "mtp")
-    return sum(counts[name] for name in of_blocks) / max(1, sum(counts.values()))
-
-
 def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) -> Memory:
     """Return the memory of each of ``world_size`` ranks; ``config`` has its dtype and stage settled."""
     counts = count_parameters(model)
@@ -121,7 +115,7 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
         building = weights
     moments = 2 * part * FLOAT32
     if config.train.optimizer == "muon":
-        moments -= round(part * _share_of_muon(counts)) * FLOAT32
+        moments -= round(part * num_orthogonal(config) / held) * FLOAT32
     in_memory, on_disk, buffers = 0, 0, 0
     weights_elsewhere = gradients_elsewhere = optimizer_elsewhere = 0
     if config.zero.offload != "none":

@@ -18,6 +18,7 @@ from launcher.plan.computing import elementwise_seconds, product_seconds
 from launcher.plan.encoder import encoder_run, source_documents
 from launcher.plan.hardware import Hardware
 from launcher.plan.memory import Memory
+from launcher.plan.muon import muon_seconds
 from launcher.plan.parameters import num_parameters
 from launcher.plan.rates import Rate
 from launcher.plan.workspace import expected_kernel
@@ -236,16 +237,17 @@ def _state_seconds(
     ``computing`` is the seconds of backward that a reduction can overlap.
     """
     rates = hardware.gradient_parameters, hardware.reduction_parameters, hardware.update_parameters
+    orthogonal = muon_seconds(config, world, hardware) if config.train.optimizer == "muon" else 0.0
     if None in rates or config.zero.offload != "none":
         reducing, gathering = _zero_seconds(config, world, micro_batches, hardware)
         zero = _waited(reducing, computing, hardware) + gathering
-        return zero, _optimizer_seconds(config, memory, hardware)
+        return zero, _optimizer_seconds(config, memory, hardware) + orthogonal
     # DeepSpeed's full time per parameter has been measured, with this number of ranks.
     stage, parameters = config.zero.stage + 1, num_parameters(config)
     adding, reducing, updating = (
         parameters / rate.at(config.train.dtype, stage=stage) for rate in rates if rate is not None
     )
-    return (micro_batches - 1) * adding + reducing, updating
+    return (micro_batches - 1) * adding + reducing, updating + orthogonal
 
 
 def _zero_seconds(config: ResolvedConfig, world: World, micro_batches: int, hardware: Hardware) -> tuple[float, float]:
@@ -275,7 +277,7 @@ def _zero_seconds(config: ResolvedConfig, world: World, micro_batches: int, hard
 def _optimizer_seconds(config: ResolvedConfig, memory: Memory, hardware: Hardware) -> float:
     """Return seconds of AdamW, which reads master, moments and gradient, and writes master, moments and weight.
 
-    Muon has one moment less and reads as much again for its products, whose own time is not counted.
+    Muon has one moment less, and reads as much again for its products (``muon_seconds``).
     """
     values = memory.updated
     bandwidth = hardware.memory_bandwidth.at(config.train.dtype, bytes=max(1.0, values * _FLOAT32))

@@ -140,7 +140,7 @@ def _clip(masters: dict[str, Tensor], clip_norm: float) -> float:
 
 def _optimizer(config: ResolvedConfig, lm: Task, masters: dict[str, Tensor]) -> torch.optim.Optimizer:
     train = config.train
-    muons = matrices_of(lm) if train.optimizer == "muon" else {}
+    muons = matrices_of(lm.network) if train.optimizer == "muon" else {}
     rest = {name: p for name, p in masters.items() if name not in muons}
     kinds = [
         ([p for p in rest.values() if p.ndim >= 2], train.weight_decay, False),

@@ -71,7 +71,7 @@ class ZeroEngine:
                 options=options,
                 zero=zero or ZeroOptions(),
                 # Before anything is partitioned.
-                matrices=matrices_of(model) if options.name == "muon" else {},
+                matrices=matrices_of(model.network) if options.name == "muon" else {},
             )
         )
 

@@ -22,12 +22,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longctx.model.experts.experts import is_expert_weight
 from longctx.model.experts.router import Router
 from longctx.model.layers.linear import Linear
-from longctx.objectives.task import Task
 from parallel.comm.communicator import Communicator
 from parallel.comm.groups import ProcessGroup
 from parallel.zero.optimizer import AdamW
@@ -55,7 +54,7 @@ class Matrices(NamedTuple):
         return self.rows * self.columns
 
 
-def matrices_of(model: Task) -> dict[str, Matrices]:
+def matrices_of(network: nn.Module) -> dict[str, Matrices]:
     """Return the matrices of each parameter that Muon updates: projections of blocks, routers, and experts one by one.
 
     Embeddings, heads, norms, biases, filters, and projections to one value are left to AdamW. The gate and up
@@ -64,10 +63,10 @@ def matrices_of(model: Task) -> dict[str, Matrices]:
     found: dict[str, Matrices] = {}
     in_blocks = {
         id(module.weight)
-        for name, module in model.network.named_modules()
+        for name, module in network.named_modules()
         if isinstance(module, Linear | Router) and (".layers." in name or ".mtp." in name)
     }
-    for name, p in model.network.named_parameters():
+    for name, p in network.named_parameters():
         if is_expert_weight(name) and p.ndim == 3:
             parts = 2 if name.endswith("gate_up_proj") else 1
             found[name] = Matrices(parts * p.shape[0], p.shape[1] // parts, p.shape[2])

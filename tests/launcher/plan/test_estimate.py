@@ -45,6 +45,22 @@ def test_experts_may_be_spread_over_several_sequences():
     assert all(other == pytest.approx(first, rel=0.01) for other in others)
 
 
+def test_muon_has_one_moment_and_products_of_its_own():
+    adamw, muon = estimate(), estimate("--train.optimizer", "muon")
+    sizes = {(4096, 4096): 2, (1024, 4096): 2, (4096, 14336): 3}
+    values = 32 * sum(count * rows * columns for (rows, columns), count in sizes.items())
+    less = adamw.ranks[0].bytes.optimizer - muon.ranks[0].bytes.optimizer
+    assert less == pytest.approx(4 * values / 8, rel=1e-6)
+
+    hardware, seconds = load_hardware("h100"), 0.0
+    for (rows, columns), count in sizes.items():
+        flops = 5 * (4 * rows**2 * columns + 2 * rows**3)
+        sent = 2 * 4 * rows * columns / 8
+        rate = hardware.product_flops.at("bfloat16", tokens=rows, width=(rows * columns) ** 0.5)
+        seconds += 32 * count * (flops / rate / 8 + sent / hardware.node_bandwidth.at(bytes=sent))
+    assert muon.seconds.optimizer - adamw.seconds.optimizer == pytest.approx(seconds, rel=1e-6)
+
+
 def test_keeping_inputs_computes_attention_forward_twice():
     once, twice = estimate(), estimate("--train.keep", "inputs")
     assert twice.seconds.attention > 1.2 * once.seconds.attention

@@ -66,7 +66,7 @@ def test_one_process_updates_as_pytorchs_muon():
 
 
 def test_what_it_updates():
-    dense, experts = matrices_of(CausalLM(Decoder(DENSE))), matrices_of(CausalLM(Decoder(EXPERTS)))
+    dense, experts = matrices_of(Decoder(DENSE)), matrices_of(Decoder(EXPERTS))
     assert "model.embed_tokens.weight" not in dense
     assert not [name for name in dense if "norm" in name or "conv1d" in name or name.endswith("bias")]
     assert dense["model.mtp.0.join.eh_proj.weight"] == Matrices(1, 32, 64)
@@ -111,7 +111,7 @@ def batches(number: int) -> list[Batch]:
 def train_alone(config) -> tuple[list[float], list[float]]:
     """Loss and gradient norm of each step in one process."""
     lm = CausalLM(Decoder(config))
-    masters, matrices = dict(lm.network.named_parameters()), matrices_of(lm)
+    masters, matrices = dict(lm.network.named_parameters()), matrices_of(lm.network)
     optimizer = Muon(optimizer_groups(lm, 0.1, matrices), momentum=0.95, lr=LR, betas=(0.9, 0.95), eps=1e-8)
     optimizer.flats = whole_matrices(masters, matrices, torch.float32)
     losses, norms = [], []

@@ -1,0 +1,50 @@
+"""What Muon takes beyond AdamW's update: the products that make matrices orthogonal, and the way to one rank and back.
+
+Matrices are those of the code (``parallel/zero/muon.py``), on the meta device. Ranks of a ZeRO group have equal work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import sqrt
+
+from launcher.config.resolved import ResolvedConfig
+from launcher.plan.hardware import Hardware
+from launcher.plan.parameters import build_shapes
+from launcher.plan.world import World
+from longctx.model.experts.experts import is_expert_weight
+from parallel.zero.muon import STEPS, Matrices, matrices_of
+
+_FLOAT32 = 4
+
+
+def num_orthogonal(config: ResolvedConfig) -> int:
+    """Return the number of values in a rank's matrices that Muon updates, before ZeRO."""
+    return sum(matrices.number * matrices.size for matrices in matrices_of(build_shapes(config)).values())
+
+
+def muon_seconds(config: ResolvedConfig, world: World, hardware: Hardware) -> float:
+    """Return seconds of a rank's products and messages in one update."""
+    seconds = 0.0
+    for matrices, ranks in _matrices(config, world):
+        rows, columns = sorted((matrices.rows, matrices.columns))
+        # X·Xᵀ, its square, and the polynomial's product with X.
+        flops = STEPS * (4.0 * rows * rows * columns + 2.0 * rows**3)
+        rate = hardware.product_flops.at(config.train.dtype, tokens=rows, width=sqrt(rows * columns))
+        seconds += matrices.number * flops / rate / ranks
+        # Fewer matrices than ranks: none is whole on a rank.
+        if matrices.number < ranks:
+            sent = 2.0 * _FLOAT32 * matrices.number * matrices.size / ranks
+            bandwidth = hardware.node_bandwidth if ranks <= world.ranks_per_node else hardware.network_bandwidth
+            seconds += sent / bandwidth.at(bytes=sent)
+    return seconds
+
+
+def _matrices(config: ResolvedConfig, world: World) -> Iterator[tuple[Matrices, int]]:
+    """Yield a rank's matrices by parameter, with the number of ranks that share their update."""
+    for name, matrices in matrices_of(build_shapes(config)).items():
+        ranks = world.ranks
+        if is_expert_weight(name):
+            ranks //= config.parallel.expert
+        # Without ZeRO every rank updates all that it has.
+        yield matrices, ranks if config.zero.stage else 1
