@@ -1,13 +1,13 @@
-"""``plan`` beside ``plan --trace``: bytes by arithmetic, and those of the code itself, for fourteen runs of four models.
+"""``plan`` beside ``plan --trace``: bytes by arithmetic and those of the code itself, for fourteen runs of four models.
 
     LONGCTX_CUDA_PYTHON=PYTHON python -m benchmarks.plan_bytes [--few] [NAME …]
 
 131,072 tokens a rank, bfloat16, ZeRO 2, all layers of each model; ``--few`` takes three of them (four of the hybrid,
 the last of which has softmax attention; five of DeepSeek-V3, whose first three have no experts). PYTHON has PyTorch's
-CUDA build; no GPU is needed. A trace of all layers takes one to ten minutes. What ZeRO holds is the same arithmetic in both, so the bound is on what activations take as well: the
-peak, and kept with passing, are never more than 1 % under the trace, nor more than 8 % over it. Each row is saved in
-``benchmarks/results/KIND/plan_bytes.json``, which the tests hold the arithmetic to; one of few layers does not take the
-place of one of all.
+CUDA build; no GPU is needed. A trace of all layers takes one to ten minutes. What ZeRO holds is the same arithmetic in
+both, so the bound is on what activations take as well: the peak, and kept with passing, are never more than 1 % under
+the trace, nor more than 8 % over it. Each row is saved in ``benchmarks/results/KIND/plan_bytes.json``, which the tests
+hold the arithmetic to; one of few layers does not take the place of one of all.
 """
 
 from __future__ import annotations

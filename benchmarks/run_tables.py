@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.hybrids import name_of
 
 Table = tuple[list[str], list[list[str]]]
 """Head and rows."""
+_FIRST = 256
+"""Positions that are one bin of a table."""
 _ORIGINS = {"new": "new", "weights": "weights of a checkpoint", "resumed": "resumed, with moments"}
 
 
@@ -154,7 +157,14 @@ def of_hybrids(result: dict[str, Any]) -> Table:
                 lines.append([case, f"{score:.2f}", f"{other['scores'][length]:.2f}"])
             continue
         lines.append([f"loss, rows of {row['length']:,} tokens", f"{row['loss']:.3f}", f"{other['loss']:.3f}"])
-        for ours, theirs in zip(row["bins"], other["bins"], strict=True):
-            case = f"tokens {int(ours['start']):,} to {int(ours['stop']) - 1:,} of them"
-            lines.append([case, f"{ours['loss']:.3f}", f"{theirs['loss']:.3f}"])
+        for full, hybrid in zip(_wide_bins(row["bins"]), _wide_bins(other["bins"]), strict=True):
+            case = f"tokens {int(full['start']):,} to {int(full['stop']) - 1:,} of them"
+            lines.append([case, f"{full['loss']:.3f}", f"{hybrid['loss']:.3f}"])
     return ["", "full attention", "hybrid"], lines
+
+
+def _wide_bins(bins: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """The bins, with one for all positions up to ``_FIRST``: rows have the same length, so each counts by its width."""
+    first = [one for one in bins if one["stop"] <= _FIRST]
+    loss = sum(one["loss"] * (one["stop"] - one["start"]) for one in first) / _FIRST
+    return [{"start": 0, "stop": _FIRST, "loss": loss}, *(one for one in bins if one["stop"] > _FIRST)]
