@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from longctx.checkpoint_format import CheckpointReader, is_buffer
 from longctx.errors import CheckpointError
+from longctx.kernels.memory import trim_heap
 
-_BLOCK = 8 * 2**20
+_BLOCK = 4 * 2**20
 """Values of a checkpoint read at a time: pages that were read stay resident until the file is closed."""
 
 
@@ -64,6 +66,9 @@ def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, exac
     Raise CheckpointError if a value would become infinite, or if ``exactly`` is set and a value would change.
     """
     shape = reader.shape(name)
+    if math.prod(shape) >= _BLOCK:
+        # What the tensors before have freed, and the C library has kept, would add to the peak of this one.
+        trim_heap()
     tensor = torch.empty(shape, dtype=dtype)
     flat = tensor.view(-1)
     for start in range(0, len(flat), _BLOCK):

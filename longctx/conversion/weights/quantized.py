@@ -17,6 +17,7 @@ from longctx.conversion.differences import listing
 from longctx.conversion.weights.folder import WeightsFolder
 from longctx.errors import CheckpointError
 from longctx.families.quantization import Quantization
+from longctx.kernels.memory import trim_heap
 
 _ROWS = 1 << 20
 """Values that are scaled at a time, at least a block of rows."""
@@ -77,6 +78,8 @@ class DequantizedFolder(WeightsFolder):
         scale = self._scale_of.get(name)
         if scale is None:
             return self._disk.read(name)
+        # What the tensors before have freed, and the C library has kept: it would add to the peak of this one.
+        trim_heap()
         if self._scheme.kind == "mxfp4":
             return _from_mxfp4(self._disk.read_stored(name + _BLOCKS), self._disk.read_stored(scale))
         return _from_fp8(self._disk.read_stored(name), self._disk.read(scale), self._scheme.block)
