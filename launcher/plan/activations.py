@@ -88,17 +88,19 @@ class _Layers(TokenBytes):
         heads, weights = 1 + model.mtp_layers, model.vocab_size * model.embedding_dim
         by_rows = sums_head_by_rows(self.config, model)
         head = 0 if by_rows else heads * weights * FLOAT32
-        # Rotary tables, ids, positions.
-        shared = self.tokens * (model.head_dim * FLOAT32 + 64)
+        shared = _shared(self)
+        kept = shared + _under_way(self)
         if model.num_experts:
             # Of the current layer: choices and gates, and their order.
             shared += self.tokens * 2 * self.routing()
+            if not self.chunked or train.store == "device":
+                kept = shared
         last = self.x
         if self.chunked:
             # The gradient replaces the last layer's output.
             last = 0
         on_device, on_host, on_disk, stream = _places(self, layers, _kept_ahead(self) + by_rows * heads * self.x)
-        kept = self.tokens * (sum(on_device) + last + stream) + head + shared
+        kept += self.tokens * (sum(on_device) + last + stream) + head
         # In backward of the last layer the head's gradient and the last norm's input are already freed.
         below = self.tokens * sum(on_device) + shared
         if not self.chunked:
@@ -123,8 +125,8 @@ class _Layers(TokenBytes):
         """Return bytes of all layers, without a head, kept on the device, on the host and on disk."""
         model = self.model
         on_device, on_host, on_disk, stream = _places(self, [self.kept_of(layer) for layer in range(model.num_layers)])
-        shared = self.tokens * (model.head_dim * FLOAT32 + 64)
-        return self.tokens * (sum(on_device) + stream) + shared, self.tokens * on_host, self.tokens * on_disk
+        on_device_now = self.tokens * (sum(on_device) + stream) + _shared(self)
+        return on_device_now, self.tokens * on_host, self.tokens * on_disk
 
     def points(self, layer: int) -> list[int]:
         """Return bytes at the points of a layer's backward where memory may peak."""
@@ -219,6 +221,18 @@ class _Layers(TokenBytes):
         if self.model.is_latent:
             key_heads = self.model.num_heads
         return groups_of(self.model.num_heads, wanted), groups_of(key_heads, wanted)
+
+
+def _shared(layers: _Layers) -> int:
+    """Return bytes of rotary tables, ids and positions, which all layers read."""
+    return layers.tokens * (layers.model.rotary_size * FLOAT32 + 32)
+
+
+def _under_way(layers: _Layers) -> int:
+    """Return bytes of the last two chunks of the residual stream, on their way to the store after forward."""
+    if not layers.chunked or layers.config.train.store == "device" or layers.device_type == "cpu":
+        return 0
+    return 2 * layers.chunk() * layers.x
 
 
 def _stored(layers: _Layers, per_token: int) -> int:

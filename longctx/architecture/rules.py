@@ -316,7 +316,7 @@ def _check_mixers(config: ModelFields) -> None:
         )
     # What changes scores, where there are none. Cross attention of an encoder's decoder has some.
     if not config.encoder_layers and not any(mixer.has_scores or mixer.core == "linear" for mixer in mixers):
-        for name, unused in (("attention_scale", 0), ("attention_softcap", 0), ("sinks", False), ("qk_norm", "none")):
+        for name, unused in (("attention_softcap", 0), ("sinks", False), ("qk_norm", "none")):
             if getattr(config, name) != unused:
                 raise ConfigError(
                     f"model.{name}={shown(getattr(config, name))} is for softmax layers; model.layers="

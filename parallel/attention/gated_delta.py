@@ -82,7 +82,10 @@ class ContextParallelGatedDelta(CoreOfStates):
         kept.finish()
         if exchange is not None:
             exchange.settle()
-        return torch.cat(outs, 2).view(B, t, K, -1)
+        out = outs[0]
+        if groups > 1:
+            out = torch.cat(outs, 2)
+        return out.view(B, t, K, -1)
 
 
 class _SettleBehind(torch.autograd.Function):

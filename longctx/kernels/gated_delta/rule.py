@@ -70,11 +70,14 @@ class _GatedDelta(torch.autograd.Function):
         results = None
         if options.saved is not None:
             results = options.saved.load()
+        B, t, K, G, V = Tokens._make(tensors[: len(Tokens._fields)]).v_BtKGV.shape
         if results is None:
             results = _run_forward(Call.of(tensors, options), states, before)
             if options.saved is not None:
-                options.saved.save(*results)
+                # In the shape in which a layer passes it on: whoever stores both stores them once.
+                options.saved.save(results[0].view(B, t, K, G * V), *results[1:])
         out, given, before, starts, maps = results
+        out = out.view(B, t, K * G, V)
         if options.exchange is not None:
             ctx.mark_non_differentiable(given)
         ctx.save_for_backward(before, starts, maps, *tensors)

@@ -256,7 +256,7 @@ def spelled_out(drawn: dict) -> dict:
         useless |= {name for name in values if name.startswith("global_")}
     useless |= set() if set(layers) - {"gated_delta", "kda"} else {"attention_gate", "v_norm"}
     if not set(layers) - {"gated_delta", "kda"} and not values.get("encoder_layers"):
-        useless |= {"attention_scale", "attention_softcap", "sinks", "qk_norm"}
+        useless |= {"attention_softcap", "sinks", "qk_norm"}
     useless |= {"v_norm"} if values.get("kv_lora_rank") or values.get("encoder_layers") else set()
     useless |= {"norm_offset"} if values.get("norm") == "layernorm" else set()
     return {name: value for name, value in values.items() if name not in useless}
