@@ -104,6 +104,17 @@ class TestThereAndBack:
         count = sum(math.prod(shape) for name, shape in shapes.items() if not name.endswith(buffers))
         assert count == sum(parameter.numel() for parameter in model.parameters())
 
+    def test_gemma4_numbers_its_layers_with_zeros_before_them(self):
+        """transformers' table of layers with heads of their own, in a model of more than ten."""
+        transformers = pytest.importorskip("transformers")
+        theirs = transformers.CONFIG_MAPPING["gemma4_text"](**CHANGED_DEFAULTS["gemma4_text"])
+        written = json.loads(theirs.to_json_string(use_diff=False))
+        assert "05" in written["per_layer_config"]
+        assert ModelConfig.from_hf(written).global_head_dim == 512
+        written["per_layer_config"].pop("05")
+        with pytest.raises(ConfigError, match=r"per_layer_config=.* is not supported"):
+            ModelConfig.from_hf(written)
+
     @pytest.mark.parametrize("name", CASES | TWO_STACKS)
     def test_transformers_reads_the_config_as_we_meant_it(self, name, hf_configs, tmp_path):
         """Config of theirs → ours → config.json → transformers → config.json → ours."""
