@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longctx.config import ModelConfig
 from longctx.conversion import load_hf
+from longctx.families import FAMILIES
 from longctx.model.decoder import Decoder
 
 _SIZES = {
@@ -338,6 +339,8 @@ TWO_STACKS = {
     "t5, gated by silu": _two_stacks("T5", _T5_SIZES, feed_forward_proj="gated-silu"),
 }
 """Those with an encoder beside the decoder."""
+WITH_CLASS = tuple(name for name in FAMILIES if name != "mimo")
+"""Families that transformers has a class of; MiMo's is its makers' own, which ``mtp_models`` builds."""
 
 
 def build(case: Case, *, seed: int = 0) -> Any:

@@ -16,9 +16,9 @@ from longctx.architecture.rope import Rope
 from longctx.config import PRESETS, ModelConfig
 from longctx.conversion import export_checkpoint, load_hf
 from longctx.conversion.checkpoint_writer import save_masters
-from longctx.families import FAMILIES, config_to_hf, effective, family_of, left_behind
+from longctx.families import config_to_hf, effective, family_of, left_behind
 from tests.longctx.families import hf_models
-from tests.longctx.families.hf_models import CASES, ENCODERS, TWO_STACKS
+from tests.longctx.families.hf_models import CASES, ENCODERS, TWO_STACKS, WITH_CLASS
 from tests.longctx.families.hub_configs import HUB
 from tests.longctx.samples import dense_config, tiny_config
 
@@ -94,8 +94,7 @@ class TestType:
         assert family_of(config).model_type == "qwen3_5_text"
 
     def test_every_family_is_among_the_imported_ones(self):
-        # transformers has no class of MiMo's.
-        assert {model_type for model_type, _ in map(imported, IMPORTED)} == set(FAMILIES) - {"mimo"}
+        assert {model_type for model_type, _ in map(imported, IMPORTED)} == set(WITH_CLASS)
 
 
 NUMBERS = {
@@ -171,7 +170,7 @@ OPTIONS = {
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", WITH_CLASS)
 def test_a_miniature_trained_with_every_option_says_the_same_in_transformers(model_type, tmp_path):
     """The whole export of a checkpoint, whose logits are compared with those of transformers."""
     folder = hf_models.save(hf_models.build((CASES | ENCODERS | TWO_STACKS)[model_type]), tmp_path / "theirs")

@@ -17,7 +17,7 @@ from longctx.conversion import import_hf
 from longctx.errors import ConfigError
 from longctx.families import FAMILIES, passed_over
 from longctx.families.leftover import _LEFTOVER, IN_ROPE_TABLES, how_to_delete
-from tests.longctx.families.hf_models import CASES, ENCODERS, TWO_STACKS
+from tests.longctx.families.hf_models import CASES, ENCODERS, TWO_STACKS, WITH_CLASS
 from tests.longctx.tokenizer.byte_level import tokenizer_json, write_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10_000.0}
@@ -40,7 +40,7 @@ def logits(folder: Path, auto_class: str) -> torch.Tensor:
 
 
 @pytest.mark.few(5)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WITH_CLASS)
 def test_transformers_computes_the_same_with_each_key_and_without(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     case = (CASES | ENCODERS | TWO_STACKS)[name]
