@@ -44,6 +44,7 @@ def traced(bounds: Sequence[int]) -> tuple[Counter[str], int]:
     return counting.operators, counting.live.peak
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bounds", [(0, 8), (0, 40), (0, 163)], ids=str)
 def test_a_trace_counts_what_every_block_does(bounds, monkeypatch):
     some = traced(bounds)

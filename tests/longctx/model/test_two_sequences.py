@@ -173,7 +173,7 @@ EVERY_WAY = list(itertools.product(("all", "attention", "inputs"), ("device", "h
 WAYS = [way for way in EVERY_WAY if way[2] or (way[1] != "disk" and way[3] == 1)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "ways"),
     [

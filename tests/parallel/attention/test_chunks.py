@@ -127,6 +127,7 @@ def check_frees(world_size: int) -> None:
         assert not left, f"{name}, {execution}: {left}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_memory_of_a_step_is_free_behind_it_without_garbage_collection():
     run_distributed(check_frees, 2, 2, timeout=180)

@@ -99,7 +99,7 @@ def run(decoder: Decoder, batch) -> dict[str, torch.Tensor]:
     return {"hidden": hidden.detach()} | grads
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [MODEL, HYBRID, KIMI], ids=["attention", "hybrid", "kimi"])
 @pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @on_ranks("world_size")
