@@ -8,6 +8,8 @@
 # make setup   the virtual environment alone; seconds when there is nothing to do; DS_ACCELERATOR=cuda where no GPU is at hand yet
 # make bench   ratios against named limits and peers, all in one run; SAVE=1 keeps the figures for docs/
 # make faults  the slow proofs: the fault suite, whole matrices, 20 steps of parity, recall, whole corpora; PART=2/3 runs the second third
+# make dist    wheel and source archive in dist/ (docs/release.md)
+# make site    the documentation as a site, in site/
 # make lint    what CI runs after the tests
 
 SHELL := /bin/bash
@@ -40,7 +42,7 @@ endif
 export DS_ACCELERATOR
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo demo-recall demo-chat demo-translate test test-core bench faults lint clean
+.PHONY: setup demo demo-recall demo-chat demo-translate test test-core bench faults dist site lint clean
 
 setup: $(STAMP)
 
@@ -57,8 +59,8 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	@echo "==> longctx, its dependencies and the tools of its tests"
 	@# The versions that the tests ran with, if Python and torch are a pair that was tested; of other pairs nothing is pinned.
 	@pins=$$($(BIN)/python -c 'import sys; from importlib.metadata import version; print("constraints/python{}.{}-torch{}.txt".format(*sys.version_info[:2], ".".join(version("torch").split(".")[:2])))'); \
-	if test -f "$$pins"; then echo "==> versions of $$pins" && $(BIN)/pip install -e '.[dev,hf,eval,bleu,po]' -c "$$pins"; \
-	else $(BIN)/pip install -e '.[dev,hf,eval,bleu,po]'; fi
+	if test -f "$$pins"; then echo "==> versions of $$pins" && $(BIN)/pip install -e '.[dev,bleu,po]' -c "$$pins"; \
+	else $(BIN)/pip install -e '.[dev,bleu,po]'; fi
 	@$(BIN)/python -m longctx_train
 	@touch $@
 
@@ -88,8 +90,15 @@ faults: setup
 bench: setup
 	@$(BIN)/python -m benchmarks $(if $(SAVE),--save)
 
+dist: setup
+	@rm -rf dist && $(BIN)/python -m build
+
+site: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 lint: setup
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/codespell && $(BIN)/python -m tests.lint.style
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) runs build dist site *.egg-info

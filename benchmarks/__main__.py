@@ -55,6 +55,7 @@ SEPARATE = {
     "endurance": "one run of 50,000 steps, forty minutes; fewer do not tell growth from caches that fill",
     "plan_memory": "eleven runs by the launcher, up to four ranks, some twenty minutes",
     "hybrids": "learning of a hybrid beside full attention, recall and long rows; an hour",
+    "young_experts": "the quickstart's experts on five corpora, by part; half an hour",
     "translation": "learning beside transformers, three seeds; needs LibreOffice's help pages; an hour",
     "pretraining": "learning of encoders beside transformers; needs LibreOffice's help pages; an hour",
     "tuning": "needs TRL in an environment of its own ($LONGCTX_TRL_PYTHON); ten minutes",

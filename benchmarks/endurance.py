@@ -29,8 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks.bounds import Bound, conclude, parse
-from benchmarks.start import make_shards, started
-from launcher.cluster.command import one_machine
+from benchmarks.start import deepspeed, make_shards, started
 from launcher.run_folder import LOGS
 
 RANKS = 2
@@ -79,7 +78,7 @@ def measure(steps: int) -> dict[str, Any]:
         output = Path(base) / "run"
         keys = {**RUN, "data.train": make_shards(Path(base)), "run.output_dir": output, "train.steps": steps}
         arguments = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-        command = one_machine(*arguments, ranks=RANKS)
+        command = deepspeed(*arguments, ranks=RANKS)
         began = time.monotonic()
         with (Path(base) / "console").open("w+") as console:
             with started(command, console) as process:

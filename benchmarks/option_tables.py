@@ -1,6 +1,7 @@
-"""The option tables of docs/commands.md, made from each verb's ``--help``.
+"""The tables of options and settings of docs/, made from each verb's ``--help`` and from a run's config.
 
-``python -m benchmarks.tables`` replaces what stands between ``<!-- options: VERB -->`` and ``<!-- end -->``.
+``python -m benchmarks.tables`` replaces what stands between a mark, ``<!-- options: VERB -->`` or
+``<!-- settings: SECTION -->``, and ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import re
 from unittest.mock import patch
 
 from launcher.cli.verbs import parse
+from launcher.config.help import keys_of
+from launcher.config.sections import RunConfig
 
+_SETTINGS = re.compile(r"(<!-- settings: ([a-z]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _MARKED = re.compile(r"(<!-- options: ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _DEFAULT = re.compile(r" ?\((?:default: (.*)|(required)|(repeatable))\)$")
 _NO_DEFAULTS = ("None", "False", "True", "", "''")
@@ -20,8 +24,18 @@ _NO_DEFAULTS = ("None", "False", "True", "", "''")
 
 
 def rewritten(text: str) -> str:
-    """Return a page with its tables made anew. KeyError for a verb that there is none of."""
-    return _MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n\n{found[3]}", text)
+    """Return a page with its tables made anew. KeyError for a verb or a section that there is none of."""
+    text = _MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n\n{found[3]}", text)
+    return _SETTINGS.sub(lambda found: f"{found[1]}\n{settings_table(found[2])}\n\n{found[3]}", text)
+
+
+def settings_table(section: str) -> str:
+    """Return the keys of a section of a run's config as Markdown: name, values, default, meaning."""
+    lines = ["| key | values | default | |", "|---|---|---|---|"]
+    for key in keys_of(getattr(RunConfig(), section), section):
+        cells = (cell.replace("|", "\\|") for cell in (key.name, key.values, key.default, key.meaning))
+        lines.append("| `{}` | `{}` | `{}` | {} |".format(*cells))
+    return "\n".join(lines)
 
 
 def table(verb: str) -> str:

@@ -163,6 +163,16 @@ def of_hybrids(result: dict[str, Any]) -> Table:
     return ["", "full attention", "hybrid"], lines
 
 
+def of_young_experts(result: dict[str, Any]) -> Table:
+    """Loads of the quickstart's experts, and its held-out loss beside the token frequencies, by corpus and part."""
+    lines = []
+    for row in result["rows"]:
+        without = "–" if row["variant"] == "the quickstart" else row["variant"]
+        nats = f"{row['over_frequencies']:+.2f}"
+        lines.append([row["corpus"], without, str(row["steps"]), f"{row['mean']:.2f}", f"{row['worst']:.2f}", nats])
+    return ["corpus", "instead", "steps", "max/mean from step 40", "worst step", "nats over frequencies"], lines
+
+
 def _wide_bins(bins: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """The bins, with one for all positions up to ``_FIRST``: rows have the same length, so each counts by its width."""
     first = [one for one in bins if one["stop"] <= _FIRST]

@@ -22,6 +22,7 @@ from benchmarks import audit_tables, encoder_tables, endurance, faults, option_t
 from benchmarks.delivering import tables as delivery
 from benchmarks.first_gpu import figures as first_gpu
 from benchmarks.machine import KINDS, RESULTS
+from benchmarks.recipe_table import recipe_table
 from benchmarks.scaling import table as scale
 
 MARKDOWN_COLUMNS = 100
@@ -40,6 +41,8 @@ def section(name: str, results: Path = RESULTS) -> str:
     """Captions and the table of one name. KeyError if there is no such table, ValueError for columns that differ."""
     if name in GPU_TABLES:
         return GPU_TABLES[name](results)
+    if name in COMPUTED:
+        return COMPUTED[name]()
     benchmark, table = TABLES[name]
     captions, parts = [], {}
     for kind in KINDS:
@@ -424,6 +427,7 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "tuning": ("tuning", lambda result: markdown(*run_tables.of_tuning(result))),
     "gated-delta": ("gated_delta", lambda result: markdown(*run_tables.of_delta(result))),
     "hybrids": ("hybrids", lambda result: markdown(*run_tables.of_hybrids(result))),
+    "young-experts": ("young_experts", lambda result: markdown(*run_tables.of_young_experts(result))),
     "quantized": ("quantized", lambda result: markdown(*run_tables.of_quantized(result))),
     "encoders": ("encoders", lambda result: markdown(*encoder_tables.of_steps(result))),
     "translation": ("translation", lambda result: markdown(*encoder_tables.of_translation(result))),
@@ -436,6 +440,8 @@ GPU_TABLES: dict[str, Callable[[Path], str]] = {
     "gpu-figures": lambda results: markdown(*first_gpu.figures_table(results)) + f"\n\n{first_gpu.source_lines()}",
 }
 """By name: what is made from the results of all cards, and says "waiting" where there are none."""
+COMPUTED: dict[str, Callable[[], str]] = {"recipes": recipe_table}
+"""By name: what is computed, not measured."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

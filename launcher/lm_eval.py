@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int | None:
     check_tasks(hostfile or "launcher", arguments, script="launcher/lm_eval.py")
     check_hostfile(hostfile or "launcher", world_size)
     if find_spec("lm_eval") is None:
-        raise ConfigError("lm-eval is not installed. Install it: pip install -e '.[lm-eval]'")
+        raise ConfigError("lm-eval is not installed. Install it: pip install 'longctx-train[lm-eval]'")
     # A single process needs no group, and lm-eval builds the model.
     if world_size == 1:
         from launcher.evaluation.harness.model import run_command

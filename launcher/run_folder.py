@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import socket
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -19,10 +20,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from launcher.cluster.exit import is_for_console
 from launcher.metrics.record import METRICS_FILE
+from launcher.wording import ON_TERMINAL, ONLY_IN_FILE
 from longctx import __version__
 from longctx.errors import ClusterError, ConfigError
 from longctx.files import replaced_file
 from longctx.untrusted.terminal import for_terminal, spelled
+from parallel.runtime.launched import code_version
 
 if TYPE_CHECKING:  # the report reads this file's names without torch
     from launcher.config.sections import RunConfig
@@ -30,11 +33,18 @@ if TYPE_CHECKING:  # the report reads this file's names without torch
 
 CONFIG_FILE = "config.toml"
 ENVIRONMENT_FILE = "environment.json"
+ATTEMPTS = "attempts"
+"""Folder with the config and the environment of each start of the run, by number."""
 LOGS = "logs"
 IMPORTED = "imported"
 """Checkpoint that a Hugging Face folder was converted into, to start from."""
 HOLDER_FILE = "holder"
 """In ``LOGS``: which process the folder belongs to, and its lock."""
+_PACKAGES = (
+    *("torch", "deepspeed", "numpy", "pyarrow", "sentencepiece", "safetensors", "tokenizers", "transformers"),
+    *("triton", "flash-attn", "flash-attn-4", "fla-core"),
+)
+"""Of which those that are installed have their versions in the environment."""
 HOLD_SECONDS = 15.0
 """How long a start waits for the process before it, which may be saving."""
 
@@ -104,11 +114,15 @@ def _is_locked(handle: int) -> bool:
 
 
 def write_config_and_environment(folder: Path, config: RunConfig, mesh: Mesh, num_parameters: int) -> None:
-    """Write the resolved config, and the environment of rank 0."""
-    with replaced_file(folder / CONFIG_FILE) as temporary:
-        temporary.write_text(config.to_toml())
-    with replaced_file(folder / ENVIRONMENT_FILE) as temporary:
-        temporary.write_text(json.dumps(_environment(mesh, num_parameters), indent=1) + "\n")
+    """Write the resolved config and the environment of rank 0, for the folder and for this attempt alone."""
+    earlier = [int(path.name) for path in (folder / ATTEMPTS).glob("*") if path.name.isdecimal()]
+    attempt = folder / ATTEMPTS / f"{max(earlier, default=0) + 1:03d}"
+    attempt.mkdir(parents=True)
+    environment = json.dumps(_environment(mesh, num_parameters), indent=1) + "\n"
+    for name, text in ((CONFIG_FILE, config.to_toml()), (ENVIRONMENT_FILE, environment)):
+        for place in (attempt, folder):
+            with replaced_file(place / name) as temporary:
+                temporary.write_text(text)
 
 
 def start_logging(folder: Path, rank: int) -> None:
@@ -123,6 +137,7 @@ def start_logging(folder: Path, rank: int) -> None:
         to_console.setLevel(logging.WARNING)
         to_console.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
     to_console.addFilter(is_for_console)
+    to_console.addFilter(lambda record: not _is_detail(record))
     # Without this, on a full disk the log's own traceback would bury the error that reports it.
     logging.raiseExceptions = False
     # Only our packages, not the root logger: DeepSpeed and torch log messages that our users did not ask for.
@@ -133,11 +148,17 @@ def start_logging(folder: Path, rank: int) -> None:
         logger.handlers = [to_file, to_console]
 
 
+def _is_detail(record: logging.LogRecord) -> bool:
+    """Return whether a line is for the file alone: said to be, or which kernels were chosen, and why."""
+    is_of_kernels = record.name.startswith("longctx.kernels.") and record.levelno < logging.WARNING
+    return is_of_kernels or hasattr(record, ONLY_IN_FILE)
+
+
 class _Console(logging.StreamHandler[TextIO]):
     """Console handler, for a stream that may be a terminal: names of files and documents are untrusted."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return for_terminal(super().format(record), self.stream)
+        return for_terminal(getattr(record, ON_TERMINAL, None) or super().format(record), self.stream)
 
 
 class _LogFile(logging.FileHandler):
@@ -159,17 +180,21 @@ class _LogFile(logging.FileHandler):
 
 def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
     """Return host, versions, degrees and command line as plain values."""
+    # Not at the top: the report reads this file's names without it.
+    import torch
+
     packages: dict[str, str] = {"longctx": __version__}
-    for name in ("torch", "deepspeed", "numpy", "pyarrow", "sentencepiece", "safetensors"):
-        try:
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
             packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = "not installed"
     return {
+        "sources": code_version(),
+        "commit": _commit(),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "processor": processor_name(),
         "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "packages": packages,
         "world_size": mesh.world_size,
@@ -179,6 +204,20 @@ def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
         "num_parameters": num_parameters,
         "command": sys.argv,
     }
+
+
+def _commit() -> str | None:
+    """Return the commit of the sources, with "+" if tracked files differ from it; None if they are not in git."""
+    root = Path(__file__).parents[1]
+    try:
+        if not (root / ".git").exists():
+            return None
+        asked: dict[str, Any] = {"cwd": root, "capture_output": True, "text": True, "timeout": 5}
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, **asked)
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], check=False, **asked)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip() + "+" * bool(changed.returncode)
 
 
 def processor_name() -> str:

@@ -27,7 +27,7 @@ from launcher.cluster.scheduler import check_tasks
 from launcher.config.check import check_run
 from launcher.config.flags import end_with
 from launcher.config.load import load_run_config
-from longctx.errors import ConfigError
+from launcher.verification.probes import without_probe
 from longctx.untrusted.terminal import for_terminal
 from parallel.comm.process import start_process_group, stop_process_group
 from parallel.runtime.device import choose_device
@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int | None:
     """Check everything that can be checked, then compare with one process."""
     rank, world_size = environment_rank()
     if argv in (["--help"], ["-h"]):
-        end_with(f"{__doc__}\nSettings are those of pretrain.py, whose --help explains each.", quiet=rank != 0)
-    argv, probe = _without_probe(argv)
+        end_with(f"{__doc__}\nSettings are those of `longctx train`, whose --help all explains each.", quiet=rank != 0)
+    argv, probe = without_probe(argv)
     config = load_run_config(argv, quiet=rank != 0)
     check_tasks(config.run.hostfile, argv)
     check_hostfile(config.run.hostfile, world_size)
@@ -59,17 +59,6 @@ def main(argv: list[str]) -> int | None:
     if not verdict.held:
         return FAILED
     return None
-
-
-def _without_probe(argv: list[str]) -> tuple[list[str], bool]:
-    """Return the settings of the run, and True if ``--probe leak`` is among the arguments."""
-    rest = [word for word in argv if not word.startswith("--probe")]
-    given = " ".join(argv).replace("--probe=", "--probe ")
-    if len(rest) == len(argv):
-        return argv, False
-    if "--probe leak" not in given:
-        raise ConfigError("--probe takes what to look for, and leak is all there is: --probe leak.")
-    return [word for word in rest if word != "leak"], True
 
 
 if __name__ == "__main__":

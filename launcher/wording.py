@@ -5,6 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+ONLY_IN_FILE = "only_in_file"
+"""Attribute of a log record that the console leaves out."""
+ON_TERMINAL = "on_terminal"
+"""Attribute of a log record: its line as a terminal shows it."""
+
 
 def plural(count: int, thing: str) -> str:
     """Return the count with its noun: ``1 shard``, ``2 shards``."""

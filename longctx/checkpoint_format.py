@@ -31,7 +31,8 @@ from longctx.checkpoint_manifest import (
     read_manifest,
     read_pieces,
     read_proof,
-    refuse_deepspeed,
+    refuse_foreign,
+    where_to_get,
 )
 from longctx.config import ModelConfig
 from longctx.errors import CheckpointError
@@ -369,11 +370,12 @@ def find_checkpoint(folder: str | Path) -> Path:
     if (folder / MANIFEST).is_file():
         return folder
     if not folder.exists():
-        raise CheckpointError(f"{folder} does not exist.")
+        raise CheckpointError(f"{folder} does not exist.{where_to_get(folder)}")
     committed = list_checkpoints(folder)
     if not committed:
-        refuse_deepspeed(folder)
+        refuse_foreign(folder)
         raise CheckpointError(
-            f"{folder} is neither a checkpoint (no {MANIFEST}) nor a run with {CHECKPOINTS}/step_NNNNNN."
+            f"{folder} is neither a checkpoint (no {MANIFEST}), nor a run with {CHECKPOINTS}/step_NNNNNN, nor a "
+            "Hugging Face folder with config.json."
         )
     return committed[-1]

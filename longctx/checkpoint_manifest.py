@@ -8,6 +8,7 @@ with bytes that the files are declared to have.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except DataError as error:
         raise CheckpointError(str(error)) from error
     except FileNotFoundError as error:
-        refuse_deepspeed(folder)
+        refuse_foreign(folder)
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
@@ -106,8 +107,28 @@ def check_manifest(manifest: Any, path: object) -> dict[str, Any]:
     return manifest
 
 
-def refuse_deepspeed(folder: Path) -> None:
-    """Raise CheckpointError for a folder written by DeepSpeed's ``save_checkpoint``; none of its files is opened."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def where_to_get(folder: Path) -> str:
+    """Return how a model of the Hugging Face Hub gets here, if a missing folder may be one's name; else nothing."""
+    name = folder.as_posix()
+    if not _HUB_NAME.fullmatch(name) or folder.parent.exists() or name.startswith("runs/"):
+        return ""
+    return f"\nA model of the Hugging Face Hub is fetched before: hf download {name} --local-dir {folder.name}"
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise CheckpointError for an adapter of PEFT, and for what DeepSpeed's ``save_checkpoint`` wrote: nothing is
+    opened."""
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} is an adapter of PEFT (adapter_config.json), which is no model without its base.\n"
+            "Merge both first, in Python with peft and transformers:\n"
+            "  base = AutoModelForCausalLM.from_pretrained(BASE)\n"
+            f"  PeftModel.from_pretrained(base, {str(folder)!r}).merge_and_unload().save_pretrained(MERGED)\n"
+            "Copy the tokenizer's files beside it, and name MERGED here."
+        )
     for pattern in ("", "*/"):
         for name in ("mp_rank_*_model_states.pt", "*zero_pp_rank_*_states.pt", "layer_*-model_states.pt"):
             found = next(folder.glob(pattern + name), None)

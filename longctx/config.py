@@ -77,8 +77,17 @@ def _from_plain(kind: type[T], values: dict[str, Any], where: str) -> T:
 
 
 _QUICKSTART = {
+    # Experts of a model this young choose alike, because its tokens look alike to its routers: large embeddings of
+    # their own keep them apart, and jitter blurs what is left in common (docs/experts.md).
     "quickstart": ModelConfig(
-        num_layers=2, num_experts=8, expert_ffn_size=128, shared_ffn_size=256, balance_loss_weight=0.01
+        num_layers=2,
+        num_experts=8,
+        expert_ffn_size=128,
+        shared_ffn_size=256,
+        tie_embeddings=False,
+        embedding_std=1.0,
+        balance_loss_weight=0.3,
+        router_jitter=0.3,
     ),
     "quickstart-dense": ModelConfig(num_layers=2),
 }

@@ -17,6 +17,10 @@ class ConfigError(LongCtxError):
     """Configuration that cannot run: unknown key, wrong type, incompatible sizes."""
 
 
+class LengthError(ConfigError):
+    """A length that does not hold the shortest prompt of an evaluation's task."""
+
+
 class DataError(LongCtxError):
     """Missing, unreadable or damaged corpus, tokenizer or shard."""
 

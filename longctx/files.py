@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from longctx.errors import ConfigError, DataError, LongCtxError
-from longctx.untrusted.reading import NOT_FETCHED, NotFetchedError, check_fetched, parse_json, read_bounded
+from longctx.untrusted.reading import NOT_FETCHED, NotFetchedError, check_fetched, parse_json, read_bounded, shown
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
@@ -183,8 +183,10 @@ def read_manifest_bytes(folder: Path) -> tuple[bytes, int]:
 
 def read_toml(path: Path, called: str) -> dict[str, Any]:
     """Return the values of a TOML file; raise ConfigError, with the name ``called``, if it cannot be read or parsed."""
+    text = ""
     try:
-        return tomllib.loads(read_bounded(path, _MOST_TOML_BYTES).decode())
+        text = read_bounded(path, _MOST_TOML_BYTES).decode()
+        return tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{called} cannot be read: {error.strerror or error}.") from error
     except NotFetchedError as error:
@@ -192,7 +194,13 @@ def read_toml(path: Path, called: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{called} is not UTF-8 text, as TOML is.") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{called} is not TOML: {error}.") from error
+        # tomllib says where, and not what stands there.
+        place = re.search(r"at line (\d+)", str(error))
+        line = ""
+        if place:
+            wrong = text.split("\n")[int(place[1]) - 1]
+            line = f" That line is {shown(wrong)}."
+        raise ConfigError(f"{called} is not TOML: {error}.{line}") from error
 
 
 def wrong_size(path: Path, num_bytes: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from longctx.errors import ConfigError
@@ -179,18 +179,29 @@ def nearest(value: int, fits: Sequence[int]) -> int:
     return min(fits, key=lambda n: (abs(n - value), n))
 
 
-def check_degrees(world_size: int, *, context: int, ulysses: int = 1, expert: int = 1) -> None:
-    """Raise ConfigError unless the axes fit the number of ranks."""
+def check_degrees(
+    world_size: int,
+    *,
+    context: int,
+    ulysses: int = 1,
+    expert: int = 1,
+    valid: Callable[[str, list[int]], list[int]] = lambda name, degrees: degrees,
+) -> None:
+    """Raise ConfigError unless the axes fit the number of ranks.
+
+    It offers those degrees that ``valid(name, degrees)`` returns: that no other rule refuses.
+    """
     for name, degree in (("context", context), ("ulysses", ulysses), ("expert", expert)):
         if degree < 1:
             raise ConfigError(f"parallel.{name}={degree} must be at least 1.")
     for name, degree in (("context", context), ("expert", expert)):
         if world_size % degree:
-            fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            fits = valid(name, divisors)
             raise ConfigError(
-                f"parallel.{name}={degree} does not divide the {world_size} ranks that were started.\n"
-                f"Try parallel.{name}={nearest(degree, fits)} (any of {fits}), or start a multiple of {degree} ranks: "
-                f"on one machine with deepspeed --num_gpus {degree} …"
+                f"parallel.{name}={degree} does not divide the {world_size} {'rank' if world_size == 1 else 'ranks'}.\n"
+                f"Try parallel.{name}={nearest(degree, fits)} (any of {fits}), or a multiple of {degree} ranks: on one "
+                f"machine with --ranks {degree} of longctx train."
             )
     if context % ulysses:
         fits = [n for n in range(1, context + 1) if context % n == 0]

@@ -5,25 +5,33 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.prepare.checks import (
+    check_numbers,
+    check_paragraphs,
+    check_parsing,
+    check_splits,
+    check_trained,
+)
 from data_pipeline.prepare.documents import PAIRS, Progress
 from data_pipeline.prepare.duplicates.outcome import DuplicateReport, Outcome, PartDecision, part_file, read_report
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.encode import Difference
-from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, left_out_lines, read_left_out
+from data_pipeline.prepare.left_out import LEFT_OUT_FILE, LeftOut, read_left_out
 from data_pipeline.prepare.parts.deal import Part, deal_parts, hash_parts, part_bytes
 from data_pipeline.prepare.parts.engine import Crew, Engine, find_duplicates
 from data_pipeline.prepare.parts.order import Order
-from data_pipeline.prepare.parts.pool import LocalEngine, usable_cores
-from data_pipeline.prepare.parts.record import SPLITS, PartRecord
+from data_pipeline.prepare.parts.pool import LocalEngine
+from data_pipeline.prepare.parts.record import PartRecord
 from data_pipeline.prepare.parts.staging import Staging, assemble, open_staging, remove_leftovers
 from data_pipeline.prepare.parts.work import SHOWN_DIFFERENCES, Advance, Advanced, Job, explain_inexact
 from data_pipeline.prepare.publish import check_free, outgoing_folder, send
-from data_pipeline.prepare.sources import Source, no_text
+from data_pipeline.prepare.sources import Source
 from data_pipeline.shards.manifest import MANIFEST_FILE, PARAGRAPHS, VALIDATION_FOLDER, Manifest, hash_json
 from data_pipeline.shards.packing import PACKED_FILE, PackedFolder
 from data_pipeline.shards.verify import open_verified
@@ -31,7 +39,6 @@ from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
 from data_pipeline.stores.client import list_objects
 from data_pipeline.stores.urls import Location, ObjectPath, locate
 from longctx.chat.carried import with_chat
-from longctx.chat.encode import UNTRAINED
 from longctx.chat.rule import ChatRule, chat_options, settled
 from longctx.errors import DataError
 from longctx.files import explained_writes
@@ -91,6 +98,10 @@ class BuildReport:
     """How many of them an earlier build had finished."""
     cut_directories: dict[str, int] = field(default_factory=dict)
     """Directories that were too large to be joined into one document, and how many documents each became."""
+    spelling: int = 0
+    """Documents that spell a control token of the tokenizer, which is text in them; 0 where nothing was done."""
+    spelt: dict[str, int] = field(default_factory=dict)
+    """Documents that spell each of these tokens."""
 
 
 def build_shards(
@@ -107,6 +118,7 @@ def build_shards(
     duplicates: DuplicateRule | None = None,
     chat: ChatRule | None = None,
     paragraphs: bool = False,
+    parse_controls: bool = False,
     comparing: Progress | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] = logger.info,
@@ -128,40 +140,32 @@ def build_shards(
     kept in the same split. ``comparing`` reports the progress of that pass.
 
     ``chat`` sets how conversations become ids, if the source has any. The folder then records which tokens count. With
+    ``parse_controls`` what spells a control token becomes its id, as in conversations that are rendered already. With
     ``paragraphs`` the folder records where the paragraphs of its texts begin: after blank lines, or after every line if
     a text has no blank line.
     """
     place = locate(output)
-    _check_numbers(validation_fraction, shard_tokens, workers)
+    check_numbers(validation_fraction, shard_tokens, workers)
     started = time.monotonic()
     _say_cut(source, say)
-    rule = duplicates or DuplicateRule()
     chat = _chat_rule(source, chat, tokenizer, place, overwrite=overwrite)
-    options: dict[str, Any] = {
-        "validation_fraction": validation_fraction,
-        "shard_tokens": shard_tokens,
-        **rule.options(),
-    }
     if chat is not None:
         tokenizer = with_chat(tokenizer, chat, say)
-        options["chat"] = chat_options(tokenizer, chat)
-    if paragraphs:
-        _check_paragraphs(source)
-        options[PARAGRAPHS] = True
     job = Job(
         paragraphs=paragraphs,
+        parse_controls=parse_controls,
         read_as=source.read_as,
         validation_fraction=validation_fraction,
         shard_tokens=shard_tokens,
         exact=exact,
-        duplicates=rule,
+        duplicates=duplicates or DuplicateRule(),
         chat=chat,
     )
     build = _Build(
         source=source,
         tokenizer=tokenizer,
         sources=[source.fingerprint()],
-        options=options,
+        options=_options(job, source, tokenizer),
         job=job,
         engine=engine or LocalEngine(),
         workers=workers,
@@ -173,6 +177,24 @@ def build_shards(
     if isinstance(place, ObjectPath):
         return build.send_into(place, overwrite=overwrite)
     return build.make(place, overwrite=overwrite)
+
+
+def _options(job: Job, source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the options that a manifest records; raise DataError for those that do not suit the source."""
+    options: dict[str, Any] = {
+        "validation_fraction": job.validation_fraction,
+        "shard_tokens": job.shard_tokens,
+        **job.duplicates.options(),
+    }
+    if job.chat is not None:
+        options["chat"] = chat_options(tokenizer, job.chat)
+    if job.paragraphs:
+        check_paragraphs(source)
+        options[PARAGRAPHS] = True
+    if job.parse_controls:
+        check_parsing(source, tokenizer, paragraphs=job.paragraphs, exact=job.exact)
+        options["parse_controls"] = True
+    return options
 
 
 def _advance(source: Source, progress: Progress | None) -> Advance:
@@ -199,13 +221,6 @@ def _chat_rule(
     if not overwrite and (output / MANIFEST_FILE).is_file():
         recorded = Manifest.load(output).options.get("chat", {})
     return settled(chat or ChatRule(), tokenizer, recorded)
-
-
-def _check_paragraphs(source: Source) -> None:
-    """Raise ``DataError`` unless the source has texts."""
-    if source.fields.kind != "text":
-        kind = "pairs" if source.fields.kind == PAIRS else "conversations"
-        raise DataError(f"--paragraphs keeps where those of texts begin, and {source.spec} holds {kind}: leave it out.")
 
 
 def _is_occupied(output: Path, *, overwrite: bool) -> bool:
@@ -251,7 +266,8 @@ class _Build:
         send(local, output, overwrite=overwrite, say=self.say)
         report = _report(output, self.source, differences=made.differences, started=self.started)
         shutil.rmtree(outgoing_folder(output), ignore_errors=True)
-        return replace(report, parts=made.parts, parts_found=made.parts_found)
+        counts = {name: getattr(made, name) for name in ("parts", "parts_found", "spelling", "spelt")}
+        return replace(report, **counts)
 
     def make(self, output: Path, *, overwrite: bool) -> BuildReport:
         """Build or continue in a staging folder next to the output, unless the output is up to date."""
@@ -276,10 +292,13 @@ class _Build:
             orders = [_order(part, staging, outcome) for part in parts]
             crew.carry_out(orders, records, advance=self.encoding)
             source.bytes_read = source.num_bytes
-            differences = self._put_together(staging, [records[part.number] for part in parts], outcome)
+            done = [records[part.number] for part in parts]
+            differences = self._put_together(staging, done, outcome)
             staging.publish()
         report = _report(output, source, differences=differences, started=self.started)
-        return replace(report, parts=len(parts), parts_found=found)
+        spelt = sum((Counter(record.spelt) for record in done), Counter[str]())
+        spelling = sum(record.spelling for record in done)
+        return replace(report, parts=len(parts), parts_found=found, spelling=spelling, spelt=dict(spelt.most_common()))
 
     def _keep(self, output: Location) -> BuildReport:
         """Return the report of an existing folder; raise DataError unless this build would produce the same."""
@@ -299,8 +318,8 @@ class _Build:
         for record in records:
             source.left_out.merge(record.skipped, record.examples)
         if self.job.chat is not None:
-            _check_trained(records, source, self.job.chat)
-        _check_splits(records, source, self.options)
+            check_trained(records, source, self.job.chat)
+        check_splits(records, source, self.options)
         assemble(
             staging,
             records,
@@ -330,47 +349,6 @@ def _order(part: Part, staging: Staging, outcome: Outcome | None) -> Order:
     if outcome is not None:
         decision = PartDecision(staging.decisions / part_file(part.number), outcome.documents[part.number])
     return Order(part=part, folder=staging.part_folder(part.number), decision=decision)
-
-
-def _check_numbers(validation_fraction: float, shard_tokens: int, workers: int | None) -> None:
-    """Raise ``DataError`` if an option is out of range."""
-    if not 0 <= validation_fraction < 1:
-        raise DataError(f"validation_fraction={validation_fraction} must be at least 0 and less than 1. Try 0.05.")
-    if shard_tokens < 1:
-        raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
-    if workers is not None and workers < 1:
-        raise DataError(f"workers={workers} must be at least 1. Leave it out for all {usable_cores()} cores.")
-
-
-def _check_trained(records: list[PartRecord], source: Source, chat: ChatRule) -> None:
-    """Raise ``DataError`` if more conversations are unusable for training than may be left out."""
-    counts = {reason: source.left_out.counts[reason] for reason in UNTRAINED if source.left_out.counts[reason]}
-    lost = sum(counts.values())
-    kept = sum(record.splits[split].documents for record in records for split in SPLITS)
-    if lost <= chat.most_left_out * (lost + kept):
-        return
-    most = max(counts, key=lambda reason: counts[reason])
-    lines = left_out_lines(counts, source.left_out.examples)
-    raise DataError(
-        f"{lost:,} conversations of {source.spec} cannot be trained on, beside {kept:,} documents "
-        f"(--most-left-out {chat.most_left_out:g}).\n"
-        + "\n".join(lines)
-        + f"\n{UNTRAINED[most]}\nOther options begin anew, with --overwrite: what is encoded is of these. "
-        "--most-left-out goes on with it."
-    )
-
-
-def _check_splits(records: list[PartRecord], source: Source, options: dict[str, Any]) -> None:
-    """Raise ``DataError`` if there are no documents to train on."""
-    counts = {split: sum(record.splits[split].documents for record in records) for split in SPLITS}
-    if not sum(counts.values()):
-        raise DataError(no_text(source.spec, source.left_out))
-    # Possible with a handful of documents; otherwise a run would fail only at its start.
-    if not counts["training"]:
-        raise DataError(
-            f"All {counts['validation']} documents of {source.spec} fell into the validation split "
-            f"(validation_fraction={options['validation_fraction']}).\nTry validation_fraction=0 or more documents."
-        )
 
 
 def _check_same_recipe(

@@ -6,8 +6,10 @@ import contextlib
 import heapq
 import io
 import json
+import logging
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.sentencepiece_model import DOCUMENT_BEGIN, DOCUMENT_END, PADDING
 from longctx.tokenizer.special import FIM_TOKENS, MASK_TOKEN, SENTINEL
+
+log = logging.getLogger(__name__)
 
 FORMAT = "longctx-sample-1"
 
@@ -133,6 +137,8 @@ _TRAINING_OPTIONS = {
 }
 
 
+_FEWEST_CHARACTERS = 64
+"""With which a small vocabulary is learned where the corpus has more."""
 _THREADS = {"unigram": 16}
 """Of the training; 1 of other kinds, which gain nothing from more.
 
@@ -243,26 +249,54 @@ def _learn_wordpiece(sample: Sample, vocab_size: int, *, cased: bool) -> bytes:
 
 def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -> bytes:
     """Return the model file learned from a sample; ``marks`` become control ids, which no text encodes to."""
-    # Without the space mark, which SentencePiece would learn as a space (our models spell it in bytes).
-    sentences = (part for text in sample.texts for part in text.split(SPACE_MARK) if part)
     model = io.BytesIO()
+    options: dict[str, Any] = {
+        "model_writer": model,
+        "vocab_size": vocab_size,
+        "model_type": kind,
+        "control_symbols": list(marks),
+        "num_threads": _THREADS.get(kind, 1),
+        **_TRAINING_OPTIONS,
+    }
     try:
-        spm.SentencePieceTrainer.train(
-            sentence_iterator=sentences,
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type=kind,
-            control_symbols=list(marks),
-            num_threads=_THREADS.get(kind, 1),
-            **_TRAINING_OPTIONS,
-        )
+        spm.SentencePieceTrainer.train(sentence_iterator=_sentences(sample), **options)
     except (RuntimeError, OSError) as error:
-        raise DataError(_explain_training(str(error), vocab_size)) from error
+        frequent = (vocab_size - SMALLEST_VOCAB_SIZE - len(marks)) // 2
+        if kind not in ("bpe", "unigram") or frequent < _FEWEST_CHARACTERS or "required_chars" not in str(error):
+            raise DataError(_explain_training(str(error), vocab_size)) from error
+        _learn_frequent(sample, frequent, options)
     # For words and characters the library silently takes as many as there are.
     found = spm.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
     if found != vocab_size:
         raise DataError(_too_large(vocab_size, found))
     return model.getvalue()
+
+
+def _sentences(sample: Sample) -> Iterator[str]:
+    """Yield what SentencePiece learns from: without its space mark, which our models spell in bytes."""
+    return (part for text in sample.texts for part in text.split(SPACE_MARK) if part)
+
+
+def _learn_frequent(sample: Sample, frequent: int, options: dict[str, Any]) -> None:
+    """Learn a vocabulary with that many characters, the most frequent ones; what is rarer is spelt in bytes."""
+    counts = Counter[str]()
+    for text in sample.texts:
+        counts.update(text)
+    del counts[SPACE_MARK]
+    rare = [character for character, _ in counts.most_common()[frequent:]]
+    log.warning(
+        "vocab_size=%d has room for %d of the corpus's %d characters: the rarer ones become their bytes.",
+        options["vocab_size"],
+        frequent,
+        len(counts),
+    )
+    # SentencePiece leaves out a hundredth of a text's characters at most: they are cut out before it sees them.
+    cuts = dict.fromkeys(map(ord, rare), SPACE_MARK)
+    known = Sample(**{**vars(sample), "texts": [text.translate(cuts) for text in sample.texts]})
+    try:
+        spm.SentencePieceTrainer.train(sentence_iterator=_sentences(known), **options)
+    except (RuntimeError, OSError) as error:
+        raise DataError(_explain_training(str(error), options["vocab_size"])) from error
 
 
 def _explain_training(message: str, vocab_size: int) -> str:

@@ -17,7 +17,7 @@ from launcher.checkpoint.store import Store, find_address
 from launcher.config.sections import AUTO, NEWEST
 from launcher.metrics.record import METRICS_FILE, STOP_EVENT, readable_records
 from longctx.checkpoint_format import CHECKPOINTS, MANIFEST, CheckpointReader, list_checkpoints
-from longctx.checkpoint_manifest import refuse_deepspeed
+from longctx.checkpoint_manifest import refuse_foreign
 from longctx.conversion.checks import check_tensors
 from longctx.errors import CheckpointError, DataError, LongCtxError
 
@@ -46,7 +46,7 @@ def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Pa
     if resume not in NEWEST:
         folder = Path(resume)
         if not (folder / MANIFEST).is_file():
-            refuse_deepspeed(folder)
+            refuse_foreign(folder)
             raise CheckpointError(
                 f"run.resume={resume!r} is no checkpoint: {folder / MANIFEST} does not exist, nor is it one of "
                 f"{', '.join(map(repr, NEWEST))} and 'no'.\n{_offer(run_folder)}"

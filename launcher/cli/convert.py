@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg, create_mutex_group
 
-from launcher.cli.console import human_bytes, progress, say
+from launcher.cli.console import command, human_bytes, progress, say
 from launcher.cli.options import one_of
-from launcher.cluster.command import one_machine
 from launcher.wording import plural
 from longctx.errors import ConfigError
 
@@ -110,7 +109,7 @@ def _tell(done: Conversion, kind: str, *, to_hf: bool) -> None:
     if to_hf:
         say(f'Next: {auto_class(read_json(done.folder / "config.json"))}.from_pretrained("{done.folder}")')
     else:
-        say(f"Next: {one_machine('--config', 'run.toml', '--run.start_from', done.folder)}")
+        say(f"Next: {command('train', '--config', 'run.toml', '--run.start_from', done.folder)}")
 
 
 def _upcycle(source: Path, output: Path, wanted: str) -> None:

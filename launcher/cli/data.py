@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
@@ -26,22 +26,24 @@ from launcher.cli.console import (
 from launcher.cli.corpus import Corpus, Duplicates, Workers, duplicate_lines, read_so_far, say_left_out
 from launcher.cli.data_rows import left_out
 from launcher.cli.options import Several, flat
-from launcher.cluster.command import one_machine
 from launcher.cluster.exit import DONE, FAILED
 from launcher.wording import plural
-from longctx.errors import ConfigError
+from longctx.config import PRESETS
+from longctx.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from data_pipeline.inspect import Description, RowView
     from data_pipeline.prepare.build import BuildReport, SplitReport
     from data_pipeline.prepare.sources import Source
+    from longctx.tokenizer import Tokenizer
 
 _KEEP = Duplicates()
 _ALL_CORES = Workers()
 _REPLIES = Chats()
 _NONE: list[list[str]] = []
-_NOTHING_ASKED = (Corpus(), None, 0.05, None, False, False, False, _ALL_CORES, _KEEP, _REPLIES)
+_NOTHING_ASKED = (Corpus(), None, 0.05, None, False, False, "text", False, _ALL_CORES, _KEEP, _REPLIES)
 """What ``data build --without`` may be given besides: the defaults."""
+_SHOWN_SPELT = 5
 _ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
 
 
@@ -54,6 +56,7 @@ def build(
     shard_tokens: int | None = None,
     exact: bool = False,
     paragraphs: bool = False,
+    special_tokens: Literal["text", "parse"] = "text",
     overwrite: bool = False,
     without: Annotated[Several, arg(metavar="SHARD [SHARD ...]")] = _NONE,
     crew: OmitArgPrefixes[Workers] = _ALL_CORES,
@@ -75,6 +78,8 @@ def build(
         exact: End at a document whose text does not come back exactly, instead of counting such documents.
         paragraphs: Keep where the paragraphs of texts begin, by blank lines or else by lines: with model.pair_head
             documents are cut there.
+        special_tokens: What a text that spells a special token of the tokenizer becomes: text, which is counted, or
+            with parse its id, for conversations that a chat template has rendered.
         overwrite: Replace a shard folder, whether it was built from other things or is damaged.
         without: Leave these shards, such as 00007.arrow, out of a folder that is built, and do nothing else.
         crew: Who does the work.
@@ -83,19 +88,15 @@ def build(
     """
     from data_pipeline.prepare.build import build_shards
     from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
-    from longctx.tokenizer import load_tokenizer
-    from longctx.tokenizer.remarks import frame_remarks
 
     if without:
-        asked = (corpus, tokenizer, validation_fraction, shard_tokens, exact, paragraphs, overwrite, crew, duplicates)
-        asked = (*asked, chats)
-        _leave_out(output, flat(without), is_alone=asked == _NOTHING_ASKED, json=json)
+        asked = (corpus, tokenizer, validation_fraction, shard_tokens, exact, paragraphs, special_tokens)
+        others = (overwrite, crew, duplicates, chats)
+        _leave_out(output, flat(without), is_alone=asked + others == _NOTHING_ASKED, json=json)
         return
     if tokenizer is None:
         raise ConfigError("--tokenizer is missing. `longctx tokenizer train` makes one.")
-    rule, loaded = duplicates.rule(), load_tokenizer(tokenizer)
-    for remark in frame_remarks(loaded):
-        note(f"{tokenizer}: {remark}")
+    rule, loaded = duplicates.rule(), _loaded(tokenizer)
     if shard_tokens is None:
         shard_tokens = DEFAULT_SHARD_TOKENS
     with crew.hired() as engine:
@@ -117,6 +118,7 @@ def build(
                 duplicates=rule,
                 chat=chats.rule(),
                 paragraphs=paragraphs,
+                parse_controls=special_tokens == "parse",
                 comparing=lambda documents, text_bytes: update(
                     source.bytes_read, note=f"comparing {read_so_far(documents, text_bytes)}", counted=text_bytes
                 ),
@@ -124,7 +126,18 @@ def build(
                     passed + source.bytes_read, note=read_so_far(documents, text_bytes), counted=text_bytes
                 ),
             )
-    _say_build(report, loaded.vocab_size, json=json)
+    _say_build(report, loaded, json=json)
+
+
+def _loaded(tokenizer: Path) -> Tokenizer:
+    """Load a tokenizer, and say what is odd about how it frames documents."""
+    from longctx.tokenizer import load_tokenizer
+    from longctx.tokenizer.remarks import frame_remarks
+
+    loaded = load_tokenizer(tokenizer)
+    for remark in frame_remarks(loaded):
+        note(f"{tokenizer}: {remark}")
+    return loaded
 
 
 def _hashed(corpus: Corpus) -> Source:
@@ -320,7 +333,15 @@ def _build_json(report: BuildReport) -> dict[str, Any]:
     return dataclasses.asdict(report) | {"training": split(report.training), "validation": split(report.validation)}
 
 
-def _say_build(report: BuildReport, vocab_size: int, *, json: bool) -> None:
+def _can_parse(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer's file says how its special tokens are found in a text."""
+    try:
+        return bool(tokenizer.controls)
+    except DataError:
+        return False
+
+
+def _say_build(report: BuildReport, tokenizer: Tokenizer, *, json: bool) -> None:
     if json:
         say_json(_build_json(report))
         return
@@ -338,6 +359,14 @@ def _say_build(report: BuildReport, vocab_size: int, *, json: bool) -> None:
         say(f"{plural(report.inexact, 'document')} did not come back exactly from their ids (--exact refuses them).")
         for difference in report.differences:
             say(f"  {difference}")
+    if report.spelling:
+        shown = ", ".join(f"{piece} ({count:,})" for piece, count in list(report.spelt.items())[:_SHOWN_SPELT])
+        say(
+            f"{plural(report.spelling, 'document')} spell special tokens of the tokenizer, and they are text there: "
+            f"{shown}.\n  Of conversations give the messages, which the chat template renders."
+        )
+        if _can_parse(tokenizer):
+            say("  --special-tokens parse makes ids of what was rendered before.")
     if report.up_to_date:
         say(f"{report.output} is up to date: built from the same source, tokenizer and options, so nothing was done.")
     else:
@@ -345,13 +374,15 @@ def _say_build(report: BuildReport, vocab_size: int, *, json: bool) -> None:
     train, look = ["--data.train", report.output], ["--seq-len", 4096]
     if report.training.source_tokens:
         # Any recipe with an encoder would do; this one trains on any machine.
-        train = ["--config", "translate-small", *train, "--model.vocab_size", vocab_size]
+        train = ["--config", "translate-small", *train, "--model.vocab_size", tokenizer.vocab_size]
         if report.validation is None:
             train += ["--validation.rows", 0]
         else:
             train += ["--data.validation", report.validation.folder]
         look = ["--seq-len", 512, "--source-seq-len", 512]
-    say(f"Next: {one_machine(*train)}")
+    elif tokenizer.vocab_size != PRESETS["quickstart"].vocab_size:
+        train += ["--model.vocab_size", tokenizer.vocab_size]
+    say(f"Next: {command('train', *train)}")
     say(f"Look at it: {command('data', 'inspect', report.output, *look)}")
 
 

@@ -34,7 +34,7 @@ def plan(
 ) -> None:
     """Say how a run's rows will be: padding, cuts, tokens by length of document, and the work of each data rank.
 
-    Takes the config and flags of pretrain.py. Lengths are read, tokens are not.
+    Takes the config and flags of `train`. Lengths are read, tokens are not.
     The work of a rank is the model's FLOPs for its documents. Where the busiest one has more than the mean, the others
     wait for it in every step, or in every micro-batch with zero.stage 2 or 3 and with experts on several data ranks:
     with rows in their order, and with data.balance.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, arg
 
@@ -32,30 +32,32 @@ class Flags:
     tasks: Annotated[str, arg(metavar="A,B")] = ""
     """Tasks, groups of tasks, ppl and longppl; --list names them."""
     lengths: Annotated[str, arg(metavar="N,M")] = ""
-    """Tokens of prompt and answer together, or of a text; of masked and pairs the tokens of a row, as in the run unless
-    given."""
+    """Tokens of prompt and answer together, or of a text: 4096 or 4k; of masked and pairs the tokens of a row, as in
+    the run unless given. Where no prompt of a task fits, that task and length are left out."""
     output: Annotated[Path | None, arg(metavar="DIR")] = None
     """Folder for rows, tables and pictures; in a run folder it becomes a part of the run's report.html."""
     list: bool = False
     """Print a line for each task, and end."""
-    samples: Annotated[int | None, _unless_given("22")] = None
+    samples: Annotated[int | None, arg(aliases=["--limit"], help_behavior_hint="(default: 22)")] = None
     """Samples of each task and length; texts of ppl and longppl. Of translation the first pairs, all unless given; of
     masked and pairs the first rows, 64 unless given."""
     haystack: Annotated[str | None, arg(metavar="FOLDER")] = None
     """Text that needles are hidden in, and that ppl, longppl, masked and pairs read: a folder of text or shards, or its
-    URL (s3://BUCKET/FOLDER); by default the run's validation folder. masked and pairs need shards."""
+    URL (s3://BUCKET/FOLDER); by default the run's validation folder, or else stdlib, the source of Python's standard
+    library. masked and pairs need shards."""
     tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None
     """For a folder that has none of its own: SentencePiece model, tokenizer.json, or a folder with one."""
     seed: Annotated[int | None, _unless_given("42")] = None
     """Seed of the prompts."""
     depths: Annotated[str | None, arg(metavar="D,E"), _unless_given("0,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1")] = None
-    """Where answers stand, from 0 (the beginning) to 1; samples take them in turn."""
+    """Where answers stand, from 0 (the beginning) to 1; samples take them in turn, both ends first, then middles."""
     answer_tokens: int | None = None
     """Tokens that are left for each answer, instead of the task's own number; of translation at most so many."""
     teacher_forced_from: Annotated[int | None, _unless_given("262144")] = None
     """From this length on the right answer is read, not generated, where that measures the same."""
-    chat: bool = False
-    """Ask as a user, by the model's chat template; the reply begins as a task's answer does ("Answer:")."""
+    chat_template: Annotated[Literal["none", "auto"] | None, _unless_given("none")] = None
+    """auto asks as a user, by the model's chat template if it has one; the reply begins as a task's answer does
+    ("Answer:")."""
     beyond_positions: bool = False
     """Allow lengths beyond the model's positions."""
     squad: Annotated[Path | None, arg(metavar="F")] = None
@@ -92,7 +94,7 @@ _READERS: dict[str, tuple[str, ...]] = {
     "depths": (_PROMPTS,),
     "answer_tokens": ("translation", _PROMPTS),
     "teacher_forced_from": (_PROMPTS,),
-    "chat": (_PROMPTS,),
+    "chat_template": (_PROMPTS,),
     "beyond_positions": _OF_TEXTS,
     "squad": ("ruler_qa_1",),
     "hotpotqa": ("ruler_qa_2",),
@@ -110,7 +112,7 @@ def evaluate(flags: Annotated[Flags, arg(name="")]) -> None:
     """Measure whether a model uses its context: scores, losses, tables, pictures.
 
     Every row is on the disk before the next samples begin: the same command goes on where it stopped.
-    Over ranks: deepspeed --hostfile hostfile launcher/evaluate.py with the same options.
+    Over ranks: --ranks N starts N of them here, --hostfile FILE those of its hosts.
     """
     from launcher.evaluation.options import lines_of_tasks, split_names
 
@@ -263,7 +265,7 @@ def _options(flags: Flags) -> Options:
         haystack=flags.haystack,
         tokenizer=flags.tokenizer,
         answer_tokens=flags.answer_tokens,
-        chat=flags.chat,
+        chat_template=flags.chat_template or "none",
         beyond_positions=flags.beyond_positions,
         ruler=RulerFiles(squad=flags.squad, hotpotqa=flags.hotpotqa, english_words=flags.english_words),
         longppl=LongPPL(**_given(truncation=flags.longppl_truncation, window=flags.longppl_window)),
@@ -298,7 +300,7 @@ def _say_what_is_missing(options: Options) -> None:
         note(f"left out, because their files were not given (--squad, --hotpotqa): {', '.join(left_out)}")
     untested = options.depths[options.samples :]
     if untested and any(task.has_depth for task in tasks):
-        depths = ", ".join(f"{depth:g}" for depth in untested)
+        depths = ", ".join(f"{depth:g}" for depth in sorted(untested))
         note(f"--samples {options.samples} leaves these depths without a sample: {depths}")
 
 
@@ -323,6 +325,8 @@ def _print(options: Options, page: Path, *, as_json: bool) -> None:
     for rows in (score_rows(evaluation), area_rows(evaluation), loss_rows(evaluation)):
         if rows:
             say(table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows]) + "\n")
+    if evaluation.settings.get("chat"):
+        say("Asked by the model's chat template.")
     say(str(page))
 
 

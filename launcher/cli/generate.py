@@ -122,7 +122,7 @@ def generate(
 
     Until --max-new-tokens or the document's end. Greedy unless an option of sampling or --beams is given.
     Standard output gets the continuation, as it comes, and a newline, nothing else.
-    Over ranks: deepspeed --hostfile hostfile launcher/generate.py with the same options.
+    Over ranks: --ranks N starts N of them here, --hostfile FILE those of its hosts.
 
     Args:
         checkpoint: Checkpoint, run folder (its newest checkpoint), or Hugging Face folder.

@@ -54,7 +54,7 @@ class RankFlags:
     expert: Annotated[int, arg(name="parallel.expert")] = 1
     """Ranks that share the experts; a divisor of parallel.context."""
     hostfile: Annotated[str, arg(name="run.hostfile")] = "launcher"
-    """As of pretrain.py: launcher checks the --hostfile of the deepspeed command, none checks nothing."""
+    """As of a run: launcher checks the --hostfile of the deepspeed command, none checks nothing."""
     timeout_seconds: float = 1800.0
     """How long a rank waits for another."""
 

@@ -9,6 +9,7 @@ import tyro
 from tyro.conf import arg
 
 from launcher.cli.console import Json, note, progress, say, say_json, table
+from launcher.cluster.exit import DONE, FAILED
 from longctx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,13 +34,14 @@ def plan(
     device: str = "h100",
     json: Json = False,
     settings: Annotated[tuple[str, ...], tyro.conf.Suppress] = (),
-) -> None:
+) -> int:
     """Say what a run takes before it starts: bytes of each device, seconds of a step, hours of the run.
 
-    Takes the config and flags of pretrain.py, reads no data and starts nothing. Bytes are arithmetic, seconds come from
+    Takes the config and flags of `train`, reads no data and starts nothing. Bytes are arithmetic, seconds come from
     the rates of a hardware profile.
     --search tries degrees, ZeRO, offload, what is kept and where, chunks: it finds the fastest of the settings that
     fit, and what each GiB of memory buys. Those given as flags stay as they are. --output writes the config it found.
+    The exit code is 1 if the run does not fit.
     --trace checks the plan: it runs forward, backward and the optimiser of each kind of rank on tensors without data,
     for memory, links and host waits of the code itself, in seconds to minutes. It needs PyTorch's CUDA build, no GPU.
 
@@ -85,18 +87,21 @@ def plan(
         held = {key_of_flag(argument) for argument in settings if argument.startswith("--")}
         _search(run_config, world, document_tokens, hardware, held, output, json=json)
     else:
-        _estimate(run_config, world, document_tokens, hardware, json=json)
+        return _estimate(run_config, world, document_tokens, hardware, json=json)
+    return DONE
 
 
-def _estimate(run_config: RunConfig, world: World, document_tokens: int, hardware: Hardware, *, json: bool) -> None:
+def _estimate(run_config: RunConfig, world: World, document_tokens: int, hardware: Hardware, *, json: bool) -> int:
+    """Print the plan; return the exit code, which says whether the run fits."""
     from launcher.plan.estimate import estimate_run
 
     run = estimate_run(run_config, world, hardware, document_tokens=document_tokens)
     longest = _longest(run, run_config)
     if json:
         say_json(run.to_json() | {"longest_row_tokens": longest})
-        return
-    _say_estimate(run, longest)
+    else:
+        _say_estimate(run, longest)
+    return DONE if run.fits else FAILED
 
 
 def _longest(run: RunEstimate, asked: RunConfig) -> int:

@@ -26,7 +26,7 @@ def run(
     Signals go to the training, and end it here too. The exit code is that of the last attempt.
 
     Args:
-        command: A line that starts launcher/pretrain.py, behind `--`.
+        command: A line that trains, behind `--`.
         retries: Attempts after the first one.
         wait_seconds: Before the first of them; doubled before each further one, up to 300, until the run advances.
     """
@@ -34,6 +34,7 @@ def run(
         raise ConfigError(f"--retries {retries} must be at least 0.")
     if not 0 <= wait_seconds <= 86400:
         raise ConfigError(f"--wait-seconds {wait_seconds:g} must be between 0 and 86400, a day.")
+    from launcher.cluster.hostfile import read_hostfile
     from launcher.cluster.remote_shell import check_deepspeed_line
     from launcher.supervise.command import TrainingCommand
     from launcher.supervise.run import Supervised
@@ -42,4 +43,6 @@ def run(
     patience = Patience(retries=retries, wait_seconds=wait_seconds)
     line = TrainingCommand.of(command)
     check_deepspeed_line(line.starter, line.arguments)
+    if line.hostfile is not None:
+        read_hostfile(line.hostfile)  # another attempt would not mend a mistake in it
     return Supervised.of(line, patience, note).run()

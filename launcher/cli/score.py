@@ -27,7 +27,7 @@ def score(
 
     Arrow files of whole documents: number, name, token ids, log-likelihoods in nats (null for the first token).
     A block of documents is on the disk before the next one begins: the same command goes on where it stopped.
-    Over ranks: deepspeed --hostfile hostfile launcher/score.py with the same options; of many short documents with
+    Over ranks: --ranks N starts N of them here, --hostfile FILE those of its hosts; of many short documents with
     --parallel.context 1, so that each rank has documents of its own.
 
     Args:

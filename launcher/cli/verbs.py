@@ -10,9 +10,10 @@ import difflib
 import functools
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -35,7 +36,9 @@ from launcher.cli import (
     run,
     score,
     tokenizer,
+    train,
 )
+from launcher.cli.completion import completion_script
 from launcher.cli.console import (
     has_abandoned_work,
     note,
@@ -48,8 +51,10 @@ from launcher.cli.console import (
 )
 from launcher.cluster.exit import DONE, INTERRUPTED, WRONG_USAGE, run_to_exit_code
 from launcher.cluster.scheduler import check_tasks
+from launcher.config.flags import help_topic, take_flag
 from longctx import __version__
-from longctx.errors import LongCtxError
+from longctx.errors import ConfigError, LongCtxError
+from longctx.untrusted.reading import shown
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Verb:
 
     run: Callable[..., int | None]
     examples: tuple[str, ...]
+    is_over_ranks: bool = False
+    """Whether its script, of the same name, runs over ranks as well: then it takes --ranks and --hostfile."""
     takes_settings: bool = False
     """Whether other flags are a run's settings, which it gets as ``settings``."""
 
@@ -84,6 +91,18 @@ VERBS = {
             "--output runs/haystack.jsonl --documents 100 --words 500 500 --pairs 0 0",
         ),
     ),
+    "train": Verb(
+        train.train,
+        (
+            "--config run.toml",
+            "--ranks 2 --data.train runs/data --run.output_dir runs/first",
+            "--hostfile hostfile --config run.toml --run.resume auto",
+        ),
+        takes_settings=True,
+    ),
+    "verify": Verb(
+        train.verify, ("--ranks 2 --config run.toml", "--probe leak --config run.toml"), takes_settings=True
+    ),
     "convert": Verb(
         convert.convert,
         (
@@ -99,15 +118,22 @@ VERBS = {
     ),
     "checkpoint export": Verb(checkpoint.export, ("runs/first exported --dtype bfloat16",)),
     "checkpoint verify": Verb(checkpoint.verify, ("runs/first/checkpoints/step_000100",)),
-    "generate": Verb(generate.generate, ('--checkpoint runs/first --prompt "def main(" --max-new-tokens 40',)),
+    "generate": Verb(
+        generate.generate, ('--checkpoint runs/first --prompt "def main(" --max-new-tokens 40',), is_over_ranks=True
+    ),
     "evaluate": Verb(
         evaluate.evaluate,
         (
             "--checkpoint runs/first --tasks niah,ppl --lengths 512,1024 --output runs/first/evaluation",
             "--list",
         ),
+        is_over_ranks=True,
     ),
-    "score": Verb(score.score, ("--checkpoint runs/first --data runs/data/validation --output runs/scores",)),
+    "score": Verb(
+        score.score,
+        ("--checkpoint runs/first --data runs/data/validation --output runs/scores",),
+        is_over_ranks=True,
+    ),
     "attention": Verb(
         attention.attention,
         ("--checkpoint runs/first --text README.md --length 1024 --layer 1 --head 0 --output runs/first/attention",),
@@ -125,29 +151,20 @@ VERBS = {
     "run": Verb(
         run.run,
         (
-            "--retries 5 -- deepspeed --num_gpus 2 launcher/pretrain.py --config run.toml",
-            "-- deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml --run.resume auto",
+            "--retries 5 -- longctx train --ranks 2 --config run.toml",
+            "-- longctx train --hostfile hostfile --config run.toml --run.resume auto",
         ),
     ),
     "report": Verb(report.report, ("runs/first", "runs/first runs/second --output comparison.html")),
 }
 
-ELSEWHERE = {
-    "verify": (
-        "A run is verified over its ranks: `deepspeed --hostfile hostfile launcher/verify.py --config run.toml` "
-        "compares it with one process. For files there are `data verify DIR` and `checkpoint verify DIR`."
-    ),
-}
-"""Names that are no verbs of one process, and what to start in their place."""
+_ALIASES = {"eval": "evaluate", "pretrain": "train"}
+"""Other names of verbs, as other tools have them."""
 
 _OVERVIEW = """\
 usage: {program} VERB [OPTIONS]
 
-Prepare data, look after checkpoints, try and evaluate models.
-
-Training itself is started by DeepSpeed, on one machine (torchrun works too) or on those of a hostfile:
-  deepspeed --num_gpus 2 launcher/pretrain.py --config run.toml
-  deepspeed --hostfile hostfile launcher/pretrain.py --config run.toml
+Prepare data, train, look after checkpoints, try and evaluate models.
 
 verbs:
 {verbs}
@@ -155,13 +172,16 @@ verbs:
 the whole road:
   {program} tokenizer train --source stdlib --vocab-size 4096 --output runs/tokenizer.model
   {program} data build --source stdlib --tokenizer runs/tokenizer.model --output runs/data
-  deepspeed --num_gpus 2 launcher/pretrain.py --data.train runs/data --run.output_dir runs/first
+  {program} train --data.train runs/data --run.output_dir runs/first
   {program} report runs/first
   {program} generate --checkpoint runs/first --prompt "def main" --max-new-tokens 40
   {program} evaluate --checkpoint runs/first --tasks niah,ppl --lengths 512,1024 --output runs/first/evaluation
   {program} convert --to hf runs/first exported
 
-Exit codes: 0 done, 1 it failed and said why, 2 wrong usage. `{program} VERB --help` shows a verb's options."""
+deepspeed, torchrun and srun start training as well: launcher/pretrain.py, or -m launcher.pretrain.
+Exit codes: 0 done, 1 it failed and said why, 2 wrong usage, 75 stopped as asked and saved.
+`{program} VERB --help` shows a verb's options.
+`source <({program} --completion)` lets bash and zsh complete verbs and options."""
 _OUR_PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
 
 
@@ -219,12 +239,10 @@ def main_over_ranks(verb: str, argv: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
     """Return the verb of a command line with its options bound. After printing help or an error, raise SystemExit."""
+    arguments = [_ALIASES.get(arguments[0], arguments[0]), *arguments[1:]] if arguments else []
     # Try two words before one: `data verify` is not the verb `data`.
     for length in (2, 1):
         name = " ".join(arguments[:length])
-        if name in ELSEWHERE:
-            note(ELSEWHERE[name])
-            raise SystemExit(WRONG_USAGE)
         if name in VERBS:
             return _bind(name, arguments[len(name.split()) :])
     # No verb: help, the version or a mistake, for the full command or a group such as `data`.
@@ -237,6 +255,9 @@ def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
     if arguments == ["--version"]:
         say(f"longctx {__version__}")
         raise SystemExit(DONE)
+    if arguments == ["--completion"]:
+        say(completion_script({name: _flags_of(name) for name in VERBS}))
+        raise SystemExit(DONE)
     _complain_of_verb(group, " ".join(arguments[:length]))
 
 
@@ -247,6 +268,22 @@ def overview(group: str = "") -> str:
     if group:
         return f"usage: {program()} {group} VERB [OPTIONS]\n\nverbs:\n{verbs}"
     return _OVERVIEW.format(program=program(), verbs=verbs)
+
+
+def _flags_of(name: str) -> list[str]:
+    """Return the options of a verb, and the settings it takes, as its help has them."""
+    with redirect_stdout(io.StringIO()) as out, suppress(SystemExit):
+        _bind(name, ["--help"])
+    found = re.findall(r"^\W*(--[a-z][\w.-]*)", out.getvalue(), re.M)
+    if VERBS[name].is_over_ranks:
+        found += ["--ranks", "--hostfile"]
+    if name == "verify":
+        found.append("--probe")
+    if VERBS[name].takes_settings:
+        from launcher.config.load import known_keys
+
+        found += [f"--{key}" for key in known_keys()]
+    return list(dict.fromkeys(found))
 
 
 def _verbs_of(group: str) -> list[str]:
@@ -264,28 +301,72 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
         return functools.partial(verb.run, *positional, **options)
 
     called = f"{program()} {name}"
+    if verb.is_over_ranks and "RANK" not in os.environ:
+        try:
+            rest, ranks = take_flag(list(arguments), "--ranks")
+            rest, hostfile = take_flag(rest, "--hostfile")
+            count = _number("--ranks", ranks)
+        except ConfigError as error:
+            _complain(called, str(error), "shows what it takes, with an example.")
+        if ranks is not None or hostfile is not None:
+            # Wrong usage is reported here, once.
+            _bind(name, rest)
+            return functools.partial(train.start, name, f"{name}.py", rest, ranks=count, hostfile=hostfile or "")
     # tyro wraps its messages, which would split a long path to Python, so only the help shows it.
-    shown = name
+    prog = name
     if {"-h", "--help"} & set(arguments):
-        shown = called
+        prog = called
+    topic = help_topic(list(arguments))
+    if verb.takes_settings and topic:
+        from launcher.config.load import load_run_config
+
+        settings = ["--help", topic]
+        if (config := _config_of(arguments)) is not None:
+            settings += ["--config", config]
+
+        def explain() -> None:
+            load_run_config(settings)
+
+        return functools.partial(explain)
     markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     complaint = io.StringIO()
     try:
         with redirect_stderr(complaint):
             if not verb.takes_settings:
-                return tyro.cli(bound, prog=shown, args=arguments, config=markers)
-            call, settings = tyro.cli(bound, prog=shown, args=arguments, config=markers, return_unknown_args=True)
+                return tyro.cli(bound, prog=prog, args=arguments, config=markers)
+            call, settings = tyro.cli(bound, prog=prog, args=arguments, config=markers, return_unknown_args=True)
             # Arguments that are not options of the verb are settings, which are checked when all settings are read.
             return functools.partial(call.func, **{**call.keywords, "settings": tuple(settings)})
     except SystemExit as end:
         if not end.code:
             # tyro has printed the verb's help.
+            if verb.takes_settings:
+                from launcher.config.help import first_settings
+                from launcher.config.load import load_run_config
+
+                say(f"{first_settings(load_run_config([]))}\n")
             say("examples:")
             for example in verb.examples:
                 say(f"  {called} {example}")
             raise
         message = unframed(complaint.getvalue()).replace(f" from {name}", "")
         _complain(called, message, "shows what it takes, with an example.")
+
+
+def _config_of(arguments: Sequence[str]) -> str | None:
+    """Return the file or recipe that ``--config`` names; None if there is none."""
+    named = [arguments[at + 1] for at, word in enumerate(arguments[:-1]) if word == "--config"]
+    named += [word.partition("=")[2] for word in arguments if word.startswith("--config=")]
+    return next(iter(named), None)
+
+
+def _number(flag: str, value: str | None) -> int:
+    """Return the value of a flag, 0 if it was not given; raise ConfigError unless it is a number."""
+    if value is None:
+        return 0
+    if not value.isdecimal():
+        raise ConfigError(f"{flag} {shown(value)} must be a number.")
+    return int(value)
 
 
 def _complain_of_verb(group: str, given: str) -> NoReturn:
@@ -316,7 +397,8 @@ def explained(verb: Callable[[], int | None]) -> int:
         if (error.name or "").partition(".")[0] in _OUR_PACKAGES:
             raise
         raise LongCtxError(
-            f"{error.name} is not installed for {sys.executable}.\nRun `make setup` and use .venv/bin/python."
+            f"{error.name} is not installed for {sys.executable}.\nTry: pip install longctx-train, or in a checkout "
+            "`make setup` and .venv/bin/python."
         ) from error
     except OSError as error:
         # Without a file name it is not a user's mistake that we could explain.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+
+from parallel.runtime.launched import COMMAND
 
 SCRIPT = "launcher/pretrain.py"
 
 
-def one_machine(*arguments: object, ranks: int = 2) -> str:
-    """Return the command that starts ``ranks`` ranks on this machine. It needs neither a hostfile nor ssh."""
-    return _joined(f"deepspeed --num_gpus {ranks} {SCRIPT}", arguments)
+def ours(*words: object) -> str:
+    """Return a line of our own command, from a rank that it may have started."""
+    program, _, _ = os.environ.get(COMMAND, "longctx train").rpartition(" ")
+    return _joined(program, words)
 
 
 def torchrun(*arguments: object, ranks: int, script: str = SCRIPT) -> str:
-    """Return the same command for torchrun."""
+    """Return the command that starts ``ranks`` ranks on this machine by torchrun."""
     return _joined(f"torchrun --standalone --nproc_per_node {ranks} {script}", arguments)
 
 

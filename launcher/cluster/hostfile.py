@@ -53,8 +53,8 @@ def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None 
         hosts = ", ".join(f"{host} slots={n}" for host, n in slots.items())
         raise ClusterError(
             f"{world_size} ranks were started, but {path} has {sum(slots.values())} slots ({hosts}).\n"
-            "Start all of them, pick hosts with deepspeed's --include, start deepspeed --num_gpus N on one machine, or "
-            "pass --run.hostfile none."
+            "Start all of them, pick hosts with deepspeed's --include, start longctx train --ranks N on one machine, "
+            "or pass --run.hostfile none."
         )
 
 
@@ -64,9 +64,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
         text = read_bounded(path, _MOST_BYTES).decode()
     except FileNotFoundError as error:
         raise ClusterError(
-            f"hostfile {path} does not exist (looked in {Path.cwd()}); without it the launcher would run on this "
-            "machine alone.\nGive an existing file to deepspeed --hostfile; on one machine start it with --num_gpus N "
-            "in its place; or pass --run.hostfile none."
+            f"hostfile {path} does not exist (looked in {Path.cwd()}); without it deepspeed would run on this machine "
+            "alone.\nGive an existing file to --hostfile; on one machine longctx train --ranks N needs none."
         ) from error
     except (OSError, ValueError) as error:
         raise ClusterError(f"hostfile {path} cannot be read: {error}.") from error
@@ -91,6 +90,11 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if not slots:
         raise ClusterError(f"hostfile {path} names no host. Write one line a host, such as: localhost slots=2")
     return slots
+
+
+def is_own_name(host: str, own_name: str) -> bool:
+    """Return whether a host of a hostfile is this machine, ``own_name``, without asking the network."""
+    return host in ("localhost", own_name, own_name.partition(".")[0]) or host.startswith("127.")
 
 
 def check_host_name(host: str) -> None:

@@ -32,6 +32,7 @@ def check_run(config: RunConfig, world_size: int) -> None:
         context=config.parallel.context,
         ulysses=config.parallel.ulysses,
         expert=config.parallel.expert,
+        valid=lambda name, degrees: _valid_degrees(config, world_size, name, degrees),
     )
     check_experts(config.model, config.parallel.expert, world_size)
     check_zero_section(config, world_size)
@@ -54,6 +55,28 @@ def check_run(config: RunConfig, world_size: int) -> None:
     for mixer in mixers_of(config.model.config()):
         check_heads(config.model.num_heads, mixer.key_heads(config.model.config()).num_heads, config.parallel.ulysses)
     check_layers(config.model, config.parallel.layout, config.parallel.context // config.parallel.ulysses)
+
+
+def _valid_degrees(config: RunConfig, world_size: int, name: str, degrees: list[int]) -> list[int]:
+    """Return the degrees of an axis that make a run, if none does those that make one of another step, else all."""
+    tried = {degree: config.changed({f"parallel.{name}": degree}) for degree in degrees}
+    fits = [degree for degree, changed in tried.items() if _is_run(changed, world_size)]
+    if fits:
+        return fits
+    for degree, changed in tried.items():
+        groups = world_size // changed.parallel.context
+        step = changed.data.seq_len * changed.train.micro_batch_rows * max(1, groups)
+        if _is_run(changed.changed({"train.tokens_per_step": step}), world_size):
+            fits.append(degree)
+    return fits or degrees
+
+
+def _is_run(config: RunConfig, world_size: int) -> bool:
+    try:
+        check_run(config, world_size)
+    except ConfigError:
+        return False
+    return True
 
 
 def _check_finite(config: RunConfig) -> None:

@@ -24,23 +24,37 @@ from longctx.kernels.attention.select import KERNELS
 from parallel.layout.select import AUTO
 from parallel.layout.sequence import KINDS
 
-_START = "deepspeed --num_gpus 2 launcher/pretrain.py"
+_START = "longctx train"
 _OPENING = f"""\
-usage: {_START} [--config FILE|RECIPE] [--SECTION.KEY VALUE …]
+usage: {_START} [--ranks N | --hostfile H] [--config FILE|RECIPE] [--SECTION.KEY VALUE …]
 
-Pretrain a model. A setting is its default, unless the recipe has another value, unless a flag has another one.
+Train a model. A setting is its default, unless the recipe has another value, unless a flag has another one.
 Every key can stand in a TOML file too: `--train.lr 3e-4` is `lr = 3e-4` under [train].
 Defaults below are those of --config (without it, of the recipe quickstart)."""
 _FLAGS = """\
 other flags:
-  --config FILE|RECIPE   a TOML file, or a recipe by its name
-  --print-config         print all settings as TOML, and end
-  --help [SECTION|KEY]   this text, or that of a section or key: --help model, --help train.lr"""
+  --config FILE|RECIPE      a TOML file, or a recipe by its name
+  --print-config            print all settings as TOML, and end
+  --print-schema            print the JSON schema of such a file, for editors, and end
+  --help all|SECTION|KEY    all settings, or those of a section, or one: --help model, --help train.lr"""
+_FIRST = (
+    "data.train",
+    "run.output_dir",
+    "run.start_from",
+    "run.resume",
+    "data.seq_len",
+    "train.steps",
+    "train.lr",
+    "train.tokens_per_step",
+    "parallel.context",
+    "model.preset",
+)
+"""The keys that most runs set."""
 _EXAMPLES = {
     "": (
         f"{_START} --config quickstart",
         f"{_START} --config quickstart --train.lr 3e-3 --run.output_dir runs/second",
-        "python launcher/pretrain.py --config llama-3.1-8b-128k --print-config",
+        f"{_START} --config llama-3.1-8b-128k --print-config",
     ),
     "run": (f"{_START} --config run.toml --run.output_dir runs/second --run.resume latest",),
     "model": (
@@ -49,16 +63,14 @@ _EXAMPLES = {
     ),
     "data": (f"{_START} --config run.toml --data.train runs/long-data --data.seq_len 131072",),
     "train": (f"{_START} --config run.toml --train.lr 2e-5 --train.steps 400 --train.keep attention",),
-    "parallel": (
-        "deepspeed --num_gpus 8 launcher/pretrain.py --config run.toml --parallel.context 8 --parallel.ulysses 2",
-    ),
+    "parallel": (f"{_START} --ranks 8 --config run.toml --parallel.context 8 --parallel.ulysses 2",),
     "zero": (f"{_START} --config run.toml --zero.stage 3",),
     "checkpoint": (f"{_START} --config run.toml --checkpoint.every_steps 50 --checkpoint.keep_last 4",),
     "validation": (f"{_START} --config run.toml --validation.every_steps 50 --validation.rows 64",),
 }
 """Command lines of each section's help, and under "" of the whole one's."""
 
-_CHOICES: Mapping[str, Sequence[Any]] = {
+CHOICES_OF: Mapping[str, Sequence[Any]] = {
     "model.preset": (NO_PRESET, *PRESETS),
     "model.layers": tuple(MIXERS),
     "model.rope.kind": ROPE_KINDS,
@@ -69,8 +81,11 @@ _CHOICES: Mapping[str, Sequence[Any]] = {
 """The values of keys whose type does not name them."""
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
+    """A setting as its help has it."""
+
     name: str
+    """With its section."""
     values: str
     """Its choices, or its type."""
     default: str
@@ -83,10 +98,12 @@ def help_text(config: RunConfig, topic: str = "") -> str:
 
     Defaults are the values of ``config``.
     """
+    if topic == "all":
+        topic = ""
     parts, known = [], []
     for f in dataclasses.fields(RunConfig):
         section = getattr(config, f.name)
-        keys = list(_keys(section, f.name))
+        keys = list(keys_of(section, f.name))
         known.append(f.name)
         known.extend(key.name for key in keys)
         shown = [_paragraph(key) for key in keys if not topic or f"{key.name}.".startswith(f"{topic}.")]
@@ -105,6 +122,13 @@ def help_text(config: RunConfig, topic: str = "") -> str:
     return "\n\n".join(parts)
 
 
+def first_settings(config: RunConfig) -> str:
+    """Return the help of the keys that most runs set, and of the flags that are no settings."""
+    keys = {key.name: key for f in dataclasses.fields(RunConfig) for key in keys_of(getattr(config, f.name), f.name)}
+    shown = [_paragraph(keys[name]) for name in _FIRST]
+    return "\n\n".join([_block("settings that most runs set:", shown), _FLAGS])
+
+
 def _block(heading: str, lines: Sequence[str]) -> str:
     return "\n".join([heading, "\n".join(lines)])
 
@@ -115,21 +139,21 @@ def _list_recipes() -> str:
     return _block("recipes (--config NAME):", [f"  {name:{width}}  {summary(path)}" for name, path in found.items()])
 
 
-def _paragraph(key: _Key) -> str:
+def _paragraph(key: Key) -> str:
     width = min(shutil.get_terminal_size().columns, 120)
     meaning = textwrap.fill(key.meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return f"  --{key.name} {key.values}  (default: {key.default})\n{meaning}"
 
 
-def _keys(section: Any, prefix: str) -> Iterator[_Key]:
+def keys_of(section: Any, prefix: str) -> Iterator[Key]:
     """Yield the keys of a section, including those of its nested tables."""
-    types, meanings = get_type_hints(type(section)), _meanings(type(section))
+    types, meanings = get_type_hints(type(section)), meanings_of(type(section))
     for f in dataclasses.fields(section):
         name, value = f"{prefix}.{f.name}", getattr(section, f.name)
         if dataclasses.is_dataclass(value):
-            yield from _keys(value, name)
+            yield from keys_of(value, name)
         else:
-            yield _Key(name, _values(name, types[f.name]), _spelled(value), meanings[f.name])
+            yield Key(name, _values(name, types[f.name]), _spelled(value), meanings[f.name])
 
 
 def _values(name: str, kind: Any) -> str:
@@ -137,7 +161,7 @@ def _values(name: str, kind: Any) -> str:
     entries = ""
     if get_origin(kind) is tuple:
         kind, entries = get_args(kind)[0], " …"
-    choices = _CHOICES.get(name, ())
+    choices = CHOICES_OF.get(name, ())
     if get_origin(kind) is Literal:
         choices = get_args(kind)
     elif kind is bool:
@@ -162,7 +186,7 @@ def _spelled(value: Any) -> str:
 
 
 @cache
-def _meanings(section: type) -> dict[str, str]:
+def meanings_of(section: type) -> dict[str, str]:
     """Return the text below each field of a dataclass, on one line, including inherited fields."""
     found: dict[str, str] = {}
     for part in section.__mro__:

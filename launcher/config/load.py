@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
+from launcher.config.absent import refuse_absent
 from launcher.config.flags import end_with, help_topic, key_of_flag, take_flag, without_local_rank
 from launcher.config.model import find_base, lay_over, settle_model
 from launcher.config.sections import RunConfig
@@ -30,21 +30,26 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     Fields of ``[model]`` override the model of the checkpoint that the run starts from or resumes from, unless a preset
     is named. A run that starts from a checkpoint has no default file.
 
-    Raise ConfigError for an unreadable file, an unknown key or a value of the wrong type. An unknown flag, ``--help``
-    and ``--print-config`` end the process through SystemExit; ``quiet`` suppresses output on ranks other than 0.
+    Raise ConfigError for an unreadable file, an unknown key or a value of the wrong type. An unknown flag,
+    ``--help``, ``--print-config`` and ``--print-schema`` end the process through SystemExit; ``quiet`` suppresses
+    output on ranks other than 0.
     """
     argv = without_local_rank(argv)
     argv, path = take_flag(argv, "--config")
     argv, values = _file_and_early_flags(argv, path)
     flags = {key_of_flag(argument) for argument in argv if argument.startswith("--")}
     # Before the parser, which would only say that they are unknown.
-    _refuse_absent(flags)
+    refuse_absent(flags, known_keys())
     topic = help_topic(argv)
     if topic is not None:
         # Imported here because it is slow. Help must also work before any checkpoint exists.
         from launcher.config.help import help_text
 
         end_with(help_text(from_values(values), topic), quiet=quiet)
+    if "--print-schema" in argv:
+        from launcher.config.schema import schema_text
+
+        end_with(schema_text(_adapter()), quiet=quiet)
     prints = "--print-config" in argv
     argv = [argument for argument in argv if argument != "--print-config"]
     named = _named_keys(values) | flags
@@ -69,7 +74,7 @@ def _with_flags(defaults: RunConfig, argv: list[str], *, quiet: bool) -> RunConf
             # TOML's spelling of booleans works on the command line too.
             args=[{"true": "True", "false": "False"}.get(argument, argument) for argument in argv],
             default=defaults,
-            prog="pretrain.py",
+            prog="longctx train",
             use_underscores=True,
             add_help=False,
             config=(tyro.conf.FlagConversionOff,),
@@ -92,18 +97,21 @@ def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str],
         values = read_toml(file, f"--config {file}")
     elif early.get("run.start_from", "no") != "no":
         # The quickstart's model and rates are for a new toy model.
-        values = {}
+        file, values = None, {}
     else:
-        values = read_toml(QUICKSTART, str(QUICKSTART))
+        file, values = QUICKSTART, read_toml(QUICKSTART, str(QUICKSTART))
     _check_keys(values)
+    if file == QUICKSTART and not early.get("model.preset", QUICKSTART.stem).startswith(QUICKSTART.stem):
+        for key in ("optimizer", "lr"):
+            del values["train"][key]
     for key, value in early.items():
         section, name = key.split(".")
         values.setdefault(section, {})[name] = value
     return argv, values
 
 
-def _named_keys(values: dict[str, dict[str, Any]]) -> set[str]:
-    return {f"{section}.{key}" for section, entries in values.items() for key in entries}
+def _named_keys(values: dict[str, Any]) -> set[str]:
+    return {f"{section}.{key}" for section, entries in values.items() if isinstance(entries, dict) for key in entries}
 
 
 def from_values(values: dict[str, Any], base: ModelConfig | None = None) -> RunConfig:
@@ -118,8 +126,10 @@ def from_values(values: dict[str, Any], base: ModelConfig | None = None) -> RunC
         return _adapter().validate_json(json.dumps(values, default=_refuse_date), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"])
-        raise ConfigError(f"{where}={first['input']!r}: {first['msg']}.") from error
+        where, hint = ".".join(str(p) for p in first["loc"]), ""
+        if isinstance(first["input"], str) and first["type"] in ("float_type", "int_type", "bool_type"):
+            hint = " Write it without quotes."
+        raise ConfigError(f"{where}={first['input']!r}: {first['msg']}.{hint}") from error
 
 
 @cache
@@ -135,15 +145,17 @@ def _refuse_date(value: Any) -> None:
 
 def _check_keys(values: dict[str, Any]) -> None:
     """Raise ConfigError, with the nearest known name, for an unknown section or key."""
+    known = known_keys()
+    refuse_absent([*values, *_named_keys(values)], known)
     if not all(isinstance(v, dict) for v in values.values()):
         loose = sorted(k for k, v in values.items() if not isinstance(v, dict))
+        of = [key.rpartition(".")[0] for key in known if key.rpartition(".")[2] == loose[0]] or ["train", "data"]
         raise ConfigError(
-            f"{loose[0]!r} stands outside a section. Every key belongs to one, such as [train] or [data]."
+            f"{loose[0]!r} stands outside a section. Every key belongs to one: write it under "
+            f"{' or '.join(f'[{section}]' for section in of)}."
         )
     # Ours rather than pydantic's `extra="forbid"`: that one names no alternative.
-    sections = {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
-    known = [f"{section}.{key}" for section, keys in sections.items() for key in keys]
-    _refuse_absent(_named_keys(values))
+    sections = _sections()
     for section, entries in values.items():
         if section not in sections:
             raise ConfigError(f"section [{section}] is unknown.{did_you_mean(section, list(sections))}")
@@ -152,28 +164,15 @@ def _check_keys(values: dict[str, Any]) -> None:
                 raise ConfigError(f"key {section}.{key} is unknown.{did_you_mean(f'{section}.{key}', known)}")
 
 
-_NO_MICS = (
-    "DeepSpeed has no MiCS any more. It says: MiCS ZeRO-3 sharding has been removed.\n"
-    "Try zero.stage=3 with zero.hpz_partition_size, the ranks of a node: backward gathers weights within them, and "
-    "state is spread over all ranks."
-)
-_ABSENT = {
-    "data.changed_exclusions": "shards are left out by `longctx data build --without` alone. Delete the key.",
-    "train.recompute": (
-        "train.keep says what survives of each block until backward.\n"
-        'Write keep = "attention" for recompute = true and keep = "all" for recompute = false; on the command line '
-        "--train.keep attention."
-    ),
-    "zero.mics_shard_size": _NO_MICS,
-    "zero.mics_hierarchical_params_gather": _NO_MICS,
-}
-"""Keys of earlier versions and of DeepSpeed, and what to write in their place. The nearest known name would mislead."""
+@cache
+def _sections() -> dict[str, list[str]]:
+    """Return the keys of each section."""
+    return {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
 
 
-def _refuse_absent(names: Collection[str]) -> None:
-    for name in sorted(names):
-        if name in _ABSENT:
-            raise ConfigError(f"there is no key {name}: {_ABSENT[name]}")
+def known_keys() -> list[str]:
+    """Return all keys of a run, with their sections."""
+    return [f"{section}.{key}" for section, keys in _sections().items() for key in keys]
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:

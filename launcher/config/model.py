@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.sections import AUTO, NEWEST, NO_PRESET, PLAIN, ModelSection, RunConfig
-from longctx.checkpoint_format import MANIFEST, CheckpointReader, find_checkpoint, list_checkpoints, model_config
 from longctx.config import PRESETS, ModelConfig
 from longctx.errors import CheckpointError, ConfigError
+from longctx.files import MANIFEST, list_checkpoints
 
 SHAPE_OF_ROPE = ("partial", "interleaved")
 """Keys of ``rope`` that weights have learned: which channels are rotated, and which of them together."""
@@ -85,6 +85,8 @@ def find_base(values: dict[str, Any], *, trains_ahead: bool = False) -> ModelCon
 
 def find_start(start_from: str) -> Path:
     """Return the checkpoint that ``run.start_from`` names: for a run folder its newest, or a Hugging Face folder."""
+    from longctx.checkpoint_format import find_checkpoint  # imports torch, which the start of a run does without
+
     folder = Path(start_from)
     if is_hf_folder(folder):
         return folder
@@ -93,7 +95,8 @@ def find_start(start_from: str) -> Path:
     except CheckpointError as error:
         raise CheckpointError(
             f"run.start_from={start_from!r}: {error}\n"
-            "Name the folder of a checkpoint, of a run, or of a Hugging Face model, which is not downloaded by itself."
+            "Name the folder of a checkpoint, of a run, or of a Hugging Face model, which is not downloaded by itself. "
+            "A plan reads no weights: a folder with the model's config.json is enough for it."
         ) from error
 
 
@@ -106,9 +109,16 @@ def started_model(start_from: str, *, mtp: bool = False) -> ModelConfig:
             from longctx.conversion.weights.json_files import read_json
 
             return ModelConfig.from_hf(read_json(folder / "config.json"), mtp=mtp)
-        return model_config(CheckpointReader(folder))
+        return _own_model(folder)
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"run.start_from={start_from!r}: {error}") from error
+
+
+def _own_model(folder: Path) -> ModelConfig:
+    """Return the model of a checkpoint."""
+    from longctx.checkpoint_format import CheckpointReader, model_config
+
+    return model_config(CheckpointReader(folder))
 
 
 def _goes_on(output_dir: Path, resume: str) -> bool:
@@ -127,7 +137,7 @@ def _resumed_model(output_dir: Path, resume: str) -> ModelConfig | None:
     for folder in candidates:
         # All checkpoints of a run have the same model, so a damaged newest one can be skipped.
         try:
-            return model_config(CheckpointReader(folder))
+            return _own_model(folder)
         except (CheckpointError, ConfigError):
             continue
     return None

@@ -71,7 +71,7 @@ class RunSection:
     log_every: int = 1
     """Steps from a line of the log and the console to the next; metrics.jsonl has every step in any case."""
     trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = ()
-    """Experiment trackers besides TensorBoard; `pip install -e '.[NAME]'`."""
+    """Experiment trackers besides TensorBoard; `pip install 'longctx-train[NAME]'`."""
     tracker_project: str = "longctx"
     """Their project (MLflow: experiment); the run is called like its folder."""
     replicas_every: int = 20

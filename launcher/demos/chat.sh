@@ -31,7 +31,7 @@ practise held-out --documents 60 --mentions 1 3 --questions 1 1 --seed 2 --messa
 show longctx data build --source "$work/text.jsonl" --tokenizer "$work/tokenizer.model" --output "$work/text"
 
 say "2/5 a base model, ranks: $ranks. It continues texts, and knows of no chat"
-on_ranks launcher/pretrain.py --config recall --data.train "$work/text" --run.output_dir "$run/base" --train.steps 400 \
+on_ranks train --config recall --data.train "$work/text" --run.output_dir "$run/base" --train.steps 400 \
   --parallel.context "$ranks" --train.final_lr_ratio 0.1
 show longctx convert --to hf "$run/base" "$run/base-hf"
 
@@ -50,7 +50,7 @@ show longctx data build --source "$work/chats.jsonl" --tokenizer "$run/base-hf" 
 show longctx data inspect "$work/chats" --seq-len 1024
 
 say "4/5 tuning, ranks: $ranks"
-on_ranks launcher/pretrain.py --config sft-recall --run.start_from "$run/base-hf" --data.train "$work/chats" \
+on_ranks train --config sft-recall --run.start_from "$run/base-hf" --data.train "$work/chats" \
   --run.output_dir "$run/tuned" --parallel.context "$ranks"
 show longctx convert --to hf "$run/tuned" "$run/tuned-hf"
 

@@ -15,7 +15,7 @@ while [ -e "$run" ]; do run="$base-$number"; number=$((number + 1)); done
 corpus=(--source stdlib --exclude test '*/test' '*/tests' idlelib encodings pydoc_data)
 
 pretrain() {
-  on_ranks launcher/pretrain.py --data.train "$work/data" --run.output_dir "$run" --parallel.context "$ranks" "$@"
+  on_ranks train --data.train "$work/data" --run.output_dir "$run" --parallel.context "$ranks" "$@"
 }
 
 start=$SECONDS
@@ -25,7 +25,7 @@ say "1/6 tokenizer"
 say "2/6 shards"
 show longctx data build "${corpus[@]}" --tokenizer "$work/tokenizer.model" --output "$work/data"
 say "3/6 pretraining, the first part"
-pretrain --train.stop_after 350
+pretrain --train.stop_after 90
 say "4/6 pretraining, resumed"
 pretrain --run.resume latest
 say "5/6 export to Hugging Face"
@@ -45,7 +45,6 @@ cat <<END
 
     Next: your own text
     .venv/bin/longctx data build --source YOUR_FOLDER --tokenizer $work/tokenizer.model --output runs/mine
-    .venv/bin/deepspeed --num_gpus $ranks launcher/pretrain.py \\
-        --data.train runs/mine --run.output_dir runs/first --parallel.context $ranks
-    and every setting there is: .venv/bin/python launcher/pretrain.py --help
+    .venv/bin/longctx train --ranks $ranks --data.train runs/mine --run.output_dir runs/first --parallel.context $ranks
+    and every setting there is: .venv/bin/longctx train --help all
 END

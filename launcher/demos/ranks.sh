@@ -8,6 +8,4 @@ while ((2 * ranks <= gpus)); do ranks=$((2 * ranks)); done
 
 say() { printf '\n==> %s\n' "$*"; }
 show() { printf '    $'; printf ' %q' "$@"; printf '\n'; "$@"; }
-free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
-# Without a hostfile the launcher asks no ssh.
-on_ranks() { show deepspeed -q --num_gpus "$ranks" --master_port "$(free_port)" "$@"; }
+on_ranks() { show longctx "$1" --ranks "$ranks" "${@:2}"; }

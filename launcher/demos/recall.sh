@@ -15,7 +15,7 @@ practise() {
   [ -e "$text/$1.jsonl" ] || show longctx data practice --output "$text/$1.jsonl" --documents "${@:2}"
 }
 pretrain() {
-  on_ranks launcher/pretrain.py --config recall --data.train "$text/$1" --run.output_dir "$2" \
+  on_ranks train --config recall --data.train "$text/$1" --run.output_dir "$2" \
     --parallel.context "$ranks" "${@:3}"
 }
 needles() {
@@ -46,7 +46,7 @@ say "3/6 needles up to twice the length of training, in one process"
 evaluate=(show longctx evaluate)
 needles --checkpoint "$model" --beyond-positions --output "$model/one-process"
 say "4/6 the same over the ranks, which share each prompt"
-evaluate=(on_ranks launcher/evaluate.py)
+evaluate=(on_ranks evaluate)
 needles --checkpoint "$model" --beyond-positions --output "$model/ranks"
 
 say "5/6 the same with YaRN"

@@ -30,12 +30,12 @@ done
 show longctx data inspect "$work/train" --seq-len 512 --source-seq-len 512
 
 say "2/5 an encoder and a decoder, ranks: $ranks"
-on_ranks launcher/pretrain.py --config translate-small --data.train "$work/train" --data.validation "$work/held-out" \
+on_ranks train --config translate-small --data.train "$work/train" --data.validation "$work/held-out" \
   --model.vocab_size "$size" --run.output_dir "$run/model" --parallel.context "$ranks"
 
 say "3/5 pages that it has not seen"
 for beams in 1 4; do
-  on_ranks launcher/evaluate.py --checkpoint "$run/model" --tasks translation --samples 200 --beams "$beams" \
+  on_ranks evaluate --checkpoint "$run/model" --tasks translation --samples 200 --beams "$beams" \
     --length-penalty 0.6 --parallel.context 1 --output "$run/beams-$beams"
 done
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.cluster.hostfile import is_own_name
 from launcher.cluster.remote_shell import environment_files
 from launcher.doctor.finding import VERDICTS, Finding, Verdict, line_of, printable
 from launcher.doctor.machine import Facts, Machine, Options
@@ -52,7 +53,7 @@ def check_start(slots: Mapping[str, int], own_name: str) -> list[Finding]:
             findings.append(Finding.of("pdsh", "not installed here", advice, "fail"))
         return findings
     host = next(iter(slots))
-    if host not in ("localhost", own_name, own_name.partition(".")[0]) and not host.startswith("127."):
+    if not is_own_name(host, own_name):
         advice = "If it is another machine, start deepspeed there with --num_gpus, or add --force_multi"
         value = f"{host} is the only one: deepspeed starts its ranks on this machine ({own_name})"
         findings.append(Finding.of("hostfile", value, advice))
@@ -77,7 +78,7 @@ def _ask_all(
         for host, answer in zip(slots, pool.map(question, slots), strict=True):
             if len(slots) == 1 and isinstance(answer, NoAnswer):
                 # deepspeed asks the host over ssh for its address, although it would start the ranks without ssh.
-                advice = f"On this machine alone deepspeed --num_gpus {slots[host]} needs no hostfile and no ssh"
+                advice = f"On this machine alone longctx train --ranks {slots[host]} needs no hostfile and no ssh"
                 answer = replace(answer, advice=f"{answer.advice}. {advice}")
             findings = compare(answer, here.facts, slots[host], probe)
             hosts.append(Host(name=host, answer=answer, findings=[finding.on(host) for finding in findings]))

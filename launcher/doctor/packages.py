@@ -50,7 +50,8 @@ def check_packages(installed: Mapping[str, str | None], requirements: list[str] 
     findings = [Finding.of("python", platform.python_version()), Finding.of("packages", ", ".join(shown))]
     for name in _REQUIRED:
         if installed.get(name) is None:
-            findings.append(_failure(f"{name} is not installed", "Run `make setup`, and start with .venv/bin/python."))
+            advice = "pip install longctx-train; in a checkout `make setup`, and start with .venv/bin/python"
+            findings.append(_failure(f"{name} is not installed", advice))
     for name, specifier in _wanted(requirements).items():
         found = installed.get(name)
         if found is not None and not _lies_in(found, specifier):

@@ -11,7 +11,7 @@ from typing import TypeVar
 from launcher.evaluation.computation import Computation
 from longctx.errors import ConfigError
 from longctx.evaluation.table import GROUPS, TASKS, find_tasks, task_lines
-from longctx.evaluation.task import DEPTHS, SEED, RulerFiles, Task
+from longctx.evaluation.task import DEPTHS, SEED, RulerFiles, Task, spread
 
 Number = TypeVar("Number", int, float)
 
@@ -63,8 +63,8 @@ class Options(Computation):
     answer_tokens: int | None = None
     teacher_forced_from: int = TEACHER_FORCED_FROM
     beyond_positions: bool = False
-    chat: bool = False
-    """Whether the model's chat template renders prompts."""
+    chat_template: str = "none"
+    """Whether the model's chat template renders prompts: "none", or "auto", if it has one."""
     ruler: RulerFiles = field(default_factory=RulerFiles)
     longppl: LongPPL = field(default_factory=LongPPL)
 
@@ -72,7 +72,7 @@ class Options(Computation):
         super().__post_init__()
         # Check the names first, so that a wrong one fails at once.
         tasks, measures, _ = self.chosen()
-        if self.chat:
+        if self.chat_template != "none":
             _check_asking(tasks, measures)
         if not self.lengths or min(self.lengths) < 2:
             raise ConfigError(f"--lengths {_joined(self.lengths)}: give one length or more, of at least 2 tokens each.")
@@ -115,13 +115,21 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def split_lengths(text: str) -> tuple[int, ...]:
-    """Split ``4096,8192`` into ascending unique lengths. Raise ConfigError for a non-integer."""
-    return tuple(sorted(set(_numbers(text, int, "--lengths", "whole numbers of tokens: --lengths 4096,8192"))))
+    """Split ``4096,128k,1M`` into ascending unique lengths; k is 1,024. Raise ConfigError for a non-integer."""
+    return tuple(sorted(set(_numbers(text, _tokens, "--lengths", "whole numbers of tokens: --lengths 4096,128k"))))
+
+
+def _tokens(text: str) -> int:
+    """Return a number of tokens; ``k`` and ``M`` behind it are powers of 1,024."""
+    number = text.strip().lower()
+    power = {"k": 1, "m": 2}.get(number[-1:], 0)
+    return int(number[: len(number) - bool(power)]) * 1024**power
 
 
 def split_depths(text: str) -> tuple[float, ...]:
-    """Split ``0,0.5,1`` into depths. Raise ConfigError for a non-number."""
-    return tuple(_numbers(text, float, "--depths", "fractions from 0 to 1: --depths 0,0.5,1"))
+    """Split ``0,0.5,1`` into depths, in the order in which samples take them. Raise ConfigError for a non-number."""
+    found = _numbers(text, float, "--depths", "fractions from 0 to 1: --depths 0,0.5,1")
+    return spread(found) if found else ()
 
 
 def lines_of_tasks() -> list[str]:
@@ -146,12 +154,14 @@ def _check_asking(tasks: Sequence[Task], measures: Sequence[str]) -> None:
     """Raise ConfigError if a chat template has no effect, or a task asks no question."""
     if not tasks:
         raise ConfigError(
-            f"--chat changes nothing: {' and '.join(measures)} read texts as they are. Leave it out, or name a task."
+            f"--chat-template auto changes nothing: {' and '.join(measures)} read texts as they are. Leave it out, or "
+            "name a task."
         )
     mute = [task.name for task in tasks if not task.cue]
     if mute:
         raise ConfigError(
-            f"--chat: {' and '.join(mute)} give a text to continue and ask nothing. Leave out --chat, or these tasks."
+            f"--chat-template auto: {' and '.join(mute)} give a text to continue and ask nothing. Leave it out, or "
+            "these tasks."
         )
 
 

@@ -7,7 +7,8 @@ measured in batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -17,6 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from launcher.evaluation.answer import Prompt, prompt_of, write_answers
+from launcher.evaluation.cells import Cell, by_prompts, told, try_samples
 from launcher.evaluation.model import build_decoder, check_finite, fitting_together
 from launcher.evaluation.options import Options
 from launcher.evaluation.ranks import build_mesh, joined_ranks
@@ -24,7 +26,7 @@ from launcher.evaluation.results import write_results
 from launcher.evaluation.store import Store, locked, settings_of, text_settings
 from launcher.evaluation.subject import Subject, Text, Texts, open_subject, read_documents
 from launcher.report.evaluation.folder import Key
-from longctx.errors import LongCtxError
+from longctx.errors import LengthError, LongCtxError
 from longctx.evaluation import Sample, ScoreRow, Task
 from longctx.evaluation.fitted import FittedTask
 from longctx.evaluation.losses import LossRow, key_row, near_windows, text_row
@@ -33,6 +35,8 @@ from longctx.generation.reading import token_nll
 from longctx.model.decoder import Decoder
 from parallel.comm.world import agree_or_raise, gather_objects, on_every_rank, on_rank_0, own_rank
 from parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
 
 Update = Callable[..., None]
 Progress = Callable[..., AbstractContextManager[Update]]
@@ -69,11 +73,11 @@ def run(options: Options, device: torch.device, progress: Progress) -> Path:
     with progress("reading text, trying each task"):
         subject = on_every_rank(lambda: open_subject(options))
         mesh = build_mesh(subject.model, context=options.context, expert=options.expert)
-        texts = on_rank_0(lambda: _read_and_check(options, subject))
+        texts, without_room = on_rank_0(lambda: _read_and_check(options, subject))
     stores: list[Store] = []
     with ExitStack() as stack:
         done = on_rank_0(lambda: _open_store(options, subject, texts, stores, stack))
-        jobs = missing_jobs(options, texts, done)
+        jobs = missing_jobs(options, texts, done, without_room)
         if jobs:
             with progress(f"loading {subject.folder}"):
                 decoder = build_decoder(subject, mesh, getattr(torch, options.dtype), device)
@@ -83,8 +87,8 @@ def run(options: Options, device: torch.device, progress: Progress) -> Path:
             return on_rank_0(lambda: write_results(options.output))
 
 
-def missing_jobs(options: Options, texts: Texts, done: set[Key]) -> list[Job]:
-    """Return the missing jobs, short lengths first so that errors show early."""
+def missing_jobs(options: Options, texts: Texts, done: set[Key], without_room: Collection[Cell] = ()) -> list[Job]:
+    """Return the missing jobs of cells with room, short lengths first so that errors show early."""
     tasks, measures, _ = options.chosen()
     jobs = []
     for length in options.lengths:
@@ -95,7 +99,7 @@ def missing_jobs(options: Options, texts: Texts, done: set[Key]) -> list[Job]:
                 wanted.append((measure, None, len(texts[length])))
         for name, task, count in wanted:
             indices = tuple(index for index in range(count) if (name, length, index) not in done)
-            if indices:
+            if indices and (name, length) not in without_room:
                 jobs.append(Job(name=name, length=length, indices=indices, task=task))
     return jobs
 
@@ -232,25 +236,57 @@ def share(mesh: Mesh, value: Value | None) -> Value:
     return mesh.comm.broadcast_object(value, mesh.context_peer(0), mesh.control_group, doing=doing)
 
 
-def _read_and_check(options: Options, subject: Subject) -> Texts:
-    """Return the texts for losses after making one sample of every task; errors name short or missing texts."""
+def _read_and_check(options: Options, subject: Subject) -> tuple[Texts, frozenset[Cell]]:
+    """Return the texts for losses and the cells that are left out, after making one sample of every other task.
+
+    Errors name short or missing texts.
+    """
     tasks, measures, _ = options.chosen()
     problems: dict[str, LongCtxError] = {}
+    without_room, last = set(subject.without_room), None
     for task in tasks:
+        left = [length for length in options.lengths if (task.name, length) not in subject.without_room]
+        tried: list[int] = []
+        for alike in by_prompts(left):
+            for length in alike:
+                tried.append(length)
+                last = _misfit(subject, task, length, options.samples, without_room, problems) or last
+                # Longer ones have room too.
+                if (task.name, length) not in without_room:
+                    break
         # The shortest length reveals prompts that do not fit, the longest one texts and word lists that are too short.
-        lengths = {options.lengths[0]}
-        if task.needs_haystack or not isinstance(task, FittedTask):
-            lengths.add(options.lengths[-1])
-        try:
-            for length in sorted(lengths):
-                next(iter(task.samples(subject.setting, length, 1)))
-        except LongCtxError as error:
-            problems[task.name] = error
+        if left and left[-1] not in tried and (task.needs_haystack or not isinstance(task, FittedTask)):
+            last = _misfit(subject, task, left[-1], options.samples, without_room, problems) or last
     if problems:
         raise _all_of(problems)
-    if not measures:
-        return {}
-    return read_documents(options, subject)
+    if last is not None and not measures and len(without_room) == len(tasks) * len(options.lengths):
+        raise last
+    if without_room:
+        log.warning("Left out, because no prompt of the task fits the length: %s.", told(without_room))
+    texts: Texts = {}
+    if measures:
+        texts = read_documents(options, subject)
+    return texts, frozenset(without_room)
+
+
+def _misfit(
+    subject: Subject,
+    task: Task,
+    length: int,
+    count: int,
+    without_room: set[Cell],
+    problems: dict[str, LongCtxError],
+) -> LengthError | None:
+    """Try a cell's samples; note that there is no room for one, and return the error, or note another problem."""
+    try:
+        try_samples(subject.setting, task, length, count)
+    except LengthError as error:
+        # With the words of this haystack it is longer than with those of the stand-in.
+        without_room.add((task.name, length))
+        return error
+    except LongCtxError as error:
+        problems.setdefault(task.name, error)
+    return None
 
 
 def _all_of(problems: dict[str, LongCtxError]) -> LongCtxError:

@@ -27,7 +27,6 @@ from launcher.report.evaluation.folder import (
     whole_bytes,
 )
 from longctx import __version__
-from longctx.chat.template_files import hash_templates
 from longctx.errors import ConfigError, DataError
 from longctx.evaluation import ScoreRow
 from longctx.evaluation.losses import LossRow
@@ -47,7 +46,7 @@ def settings_of(options: Options, subject: Subject) -> dict[str, Any]:
         "checkpoint": str(subject.folder.resolve()),
         "weights": subject.fingerprint,
         "tokenizer": subject.tokenizer.fingerprint,
-        "chat": hash_templates(subject.tokenizer.files, subject.tokenizer.path) if options.chat else None,
+        "chat": subject.chat,
         "dtype": options.dtype,
         "seed": options.seed,
         "depths": list(options.depths),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,15 +17,24 @@ from data_pipeline.shards.verify import open_verified
 from data_pipeline.stores.urls import Location, below, locate
 from data_pipeline.texts import read_texts
 from launcher.checkpoint.tokenizers import check_named_tokenizer, check_same_tokenizer
+from launcher.evaluation.cells import STAND_IN, Cell, cells_without_room, has_room
 from launcher.evaluation.opened import OpenedModel, check_positions, check_reads_text, open_model, run_of
 from launcher.evaluation.options import Options
 from launcher.run_folder import CONFIG_FILE
 from longctx.chat.questions import asking
+from longctx.chat.template_files import find_templates, hash_templates
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
 from longctx.evaluation import Haystack, Setting
 from longctx.files import read_toml
+from longctx.tokenizer import Tokenizer
 from longctx.tokenizer.rows import check_rows
+from parallel.comm.world import own_rank
+
+log = logging.getLogger(__name__)
+
+BUILT_IN = "stdlib"
+"""The text that every Python has: the source of its standard library."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +42,13 @@ class Subject(OpenedModel):
     """Model and tokenizer with their evaluation text."""
 
     setting: Setting
-    text_folder: Location | None
+    text_folder: Location | str | None
     """Where the haystack and the texts of losses come from, of shards in a store their copy; None where no task reads
     any."""
+    without_room: frozenset[Cell]
+    """Those whose shortest prompt does not fit, as far as is known before the haystack is read."""
+    chat: str | None
+    """Hash of the chat templates, if prompts are rendered by them."""
 
 
 def open_subject(options: Options) -> Subject:
@@ -42,24 +56,47 @@ def open_subject(options: Options) -> Subject:
     opened = open_model(options.checkpoint, options.tokenizer)
     check_reads_text(opened, f"--tasks {','.join(options.tasks)}")
     tasks, measures, _ = options.chosen()
-    if options.chat:
+    template = None
+    if options.chat_template == "auto" and find_templates(opened.tokenizer.files, opened.tokenizer.path):
+        template = hash_templates(opened.tokenizer.files, opened.tokenizer.path)
         opened = replace(opened, tokenizer=asking(opened.tokenizer, [task.cue for task in tasks]))
+    elif own_rank() == 0 and tasks and all(task.cue for task in tasks) and has_template(opened.tokenizer):
+        log.warning("%s has a chat template. --chat-template auto asks by it, as a user does.", opened.folder)
     _check_lengths(options, opened.model)
-    text_folder, haystack = None, None
-    readers = [task.name for task in tasks if task.needs_haystack]
-    if readers or measures:
-        text_folder = _text_folder(options, opened.folder, (readers + measures)[0])
-    if readers and text_folder is not None:
-        haystack = Haystack(read_texts(text_folder), source=options.haystack or str(text_folder))
     setting = Setting(
         tokenizer=opened.tokenizer,
         seed=options.seed,
-        haystack=haystack,
+        haystack=Haystack([STAND_IN], source="a few words"),
         depths=options.depths,
         answer_tokens=options.answer_tokens,
         ruler=options.ruler,
     )
-    return Subject(**vars(opened), setting=setting, text_folder=text_folder)
+    # A haystack may be large, and not needed at all.
+    without_room = cells_without_room(setting, tasks, options.lengths, keep_one=not measures)
+    text_folder, haystack = None, None
+    readers = [
+        task.name for task in tasks if task.needs_haystack and has_room(task.name, options.lengths, without_room)
+    ]
+    if readers or measures:
+        text_folder = _text_folder(options, opened.folder)
+    if readers and text_folder is not None:
+        haystack = Haystack(read_texts(text_folder), source=options.haystack or str(text_folder))
+    setting = replace(setting, haystack=haystack)
+    return Subject(
+        **vars(opened),
+        setting=setting,
+        text_folder=text_folder,
+        without_room=frozenset(without_room),
+        chat=template,
+    )
+
+
+def has_template(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer has a chat template, readable or not."""
+    try:
+        return bool(find_templates(tokenizer.files, tokenizer.path))
+    except DataError:
+        return True
 
 
 def _check_lengths(options: Options, model: ModelConfig) -> None:
@@ -74,8 +111,13 @@ def _check_lengths(options: Options, model: ModelConfig) -> None:
     )
 
 
-def _text_folder(options: Options, checkpoint: Path, task: str) -> Location:
-    """Return the named folder, or the validation folder of the checkpoint's run. ConfigError if there is neither."""
+def _text_folder(options: Options, checkpoint: Path) -> Location | str:
+    """Return the named folder, or the validation folder of the checkpoint's run, or Python's standard library.
+
+    Raise ConfigError for a named folder that does not exist.
+    """
+    if options.haystack == BUILT_IN:
+        return BUILT_IN
     if options.haystack is not None:
         named = locate(options.haystack)
         if not named.exists():
@@ -87,10 +129,13 @@ def _text_folder(options: Options, checkpoint: Path, task: str) -> Location:
         if folder and locate(folder).is_dir():
             # Readers need a local path; a split of held-out documents is small.
             return fetch_folder(folder, cache)
-    raise ConfigError(
-        f"task {task} needs text that the model was not trained on, and {checkpoint} is in no run whose validation "
-        "folder is here.\nName a folder of text or of shards: --haystack FOLDER"
-    )
+    if own_rank() == 0:
+        log.warning(
+            "%s is in no run whose validation folder is here: the text is the source of Python's standard library. "
+            "--haystack FOLDER names another, which the model was not trained on.",
+            checkpoint,
+        )
+    return BUILT_IN
 
 
 def validation_folder(config: Path) -> tuple[str, str]:
@@ -138,9 +183,10 @@ Texts = dict[int, list[Text]]
 
 
 def read_documents(options: Options, subject: Subject) -> Texts:
-    """Return for each length the first ``options.samples`` documents that are long enough. DataError if there is none.
+    """Return for each length the first ``options.samples`` documents that are long enough.
 
-    Documents are never joined: the text before a document's beginning is not its context.
+    Documents are never joined: the text before a document's beginning is not its context. A length that none has is
+    left out with a warning; raise DataError if no length is left.
     """
     assert subject.text_folder is not None, "losses without text"
     found: Texts = {length: [] for length in options.lengths}
@@ -154,19 +200,23 @@ def read_documents(options: Options, subject: Subject) -> Texts:
                 texts.append(Text(name, ids[:length].astype(np.int32)))
         if all(len(texts) == options.samples for texts in found.values()):
             break
-    for length, texts in found.items():
-        if not texts:
-            raise DataError(
-                f"--lengths {length}: the longest document of {subject.text_folder} has {longest:,} tokens, and a "
-                f"loss at {length:,} needs one of {length:,}. Ask for --lengths {longest} or less, leave out ppl and "
-                "longppl, or name longer texts: --haystack FOLDER"
-            )
+    short = [length for length, texts in found.items() if not texts]
+    if short:
+        missing = (
+            f"the longest document of {subject.text_folder} has {longest:,} tokens, and a loss at {short[0]:,} needs "
+            f"one of {short[0]:,}. Ask for --lengths {longest} or less, leave out ppl and longppl, or name longer "
+            "texts: --haystack FOLDER"
+        )
+        tasks, _, _ = options.chosen()
+        if len(short) == len(found) and not any(has_room(t.name, options.lengths, subject.without_room) for t in tasks):
+            raise DataError(f"--lengths {short[0]}: {missing}")
+        log.warning("Left out, ppl and longppl at %s: %s", " and ".join(f"{length:,}" for length in short), missing)
     return found
 
 
-def _documents(options: Options, subject: Subject, folder: Location) -> Iterator[tuple[str, np.ndarray]]:
+def _documents(options: Options, subject: Subject, folder: Location | str) -> Iterator[tuple[str, np.ndarray]]:
     """Yield name and ids of each document, including its begin and end ids."""
-    if (folder / MANIFEST_FILE).is_file():
+    if not isinstance(folder, str) and (folder / MANIFEST_FILE).is_file():
         shards = open_verified(folder)
         _check_tokenizer(options, subject, shards)
         for number in range(shards.num_documents):

@@ -194,7 +194,7 @@ def _scorers() -> Any:
         from sacrebleu import metrics
     except ImportError as error:
         raise ConfigError(
-            "translation is scored by sacrebleu, which is not installed: pip install '.[bleu]'."
+            "translation is scored by sacrebleu, which is not installed: pip install 'longctx-train[bleu]'."
         ) from error
     return metrics
 

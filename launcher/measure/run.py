@@ -16,12 +16,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from launcher.cluster.ranks import ROOT, rank_environment
 from launcher.measure.figures import Figure, profile_text
 from launcher.plan.hardware import Hardware, from_values
 from longctx import errors
 from longctx.errors import ClusterError, ConfigError
+from parallel.runtime.listening import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_SECONDS = 600.0
 _MOST_RANKS = 1024
 
@@ -89,7 +90,7 @@ def _figures(
         "folder": str(folder.resolve()),
         "timeout_seconds": _TIMEOUT_SECONDS,
     }
-    result, port, workers = place / "figures", _free_port(), []
+    result, port, workers = place / "figures", free_port(), []
     try:
         for rank in range(ranks):
             workers.append(_start(rank, ranks, port, result, place / f"{rank}.log"))
@@ -107,15 +108,9 @@ def _figures(
 
 
 def _start(rank: int, ranks: int, port: int, result: Path, log: Path) -> subprocess.Popen[str]:
-    environment = dict(os.environ) | {
+    environment = rank_environment(rank, ranks, port) | {
         # The worker imports the packages from the same place as this process, in any working folder.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
     }
     # This process closes the log at once; only the worker keeps it open.
     with log.open("w") as errors_of_rank:
@@ -185,9 +180,3 @@ def _when(options: MeasureOptions, ranks: int) -> str:
     if options.cpu_time:
         seconds = ", CPU seconds"
     return f"measured, {ranks} at once{seconds}, {datetime.now(UTC):%Y-%m-%d}"
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

@@ -53,29 +53,55 @@ class Pace:
         return (now - first_time) / (step - first_step) * (last_step - step)
 
 
+_LEFT_OUT_FIRST = (
+    "goodput",
+    "data_wait_seconds",
+    "experts",
+    "max_memory_bytes",
+    "mfu",
+    "num_targets",
+    "tokens",
+    "step_seconds",
+    "lr",
+    "grad_norm",
+    "dropped",
+)
+"""Parts of a line that a narrow terminal does without, in this order."""
+
+
 def console_line(
-    record: Mapping[str, Any], total_steps: int | None = None, *, seconds_left: float | None = None
+    record: Mapping[str, Any],
+    total_steps: int | None = None,
+    *,
+    seconds_left: float | None = None,
+    columns: int | None = None,
 ) -> str:
-    """Format a record as one line with fixed order and units; values missing from the record are left out."""
+    """Format a record as one line with fixed order and units; values missing from the record are left out.
+
+    So are those that matter least, if the line is longer than ``columns``.
+    """
     step = str(record["step"])
     if total_steps is not None:
         # 100% only at the last step.
         done = f"{100 * record['step'] // max(1, total_steps)}%"
         # Padded to the width of the last step, so that the columns of a run line up.
         step = f"{record['step']:>{len(str(total_steps))}}/{total_steps} {done:>4}"
-    parts = [f"step {step}"]
+    parts = {"step": f"step {step}"}
     if record["kind"] == "train":
-        parts += _train_parts(record)
+        parts |= _train_parts(record)
     elif record["kind"] == "validation":
-        parts += _validation_parts(record)
+        parts |= _validation_parts(record)
     else:
-        parts.append(record["event"])
+        parts["event"] = record["event"]
     if seconds_left:
-        parts.append(f"{short_duration(seconds_left)} left")
-    return "  ".join(parts)
+        parts["left"] = f"{short_duration(seconds_left)} left"
+    for name in _LEFT_OUT_FIRST:
+        if columns is not None and len("  ".join(parts.values())) > columns:
+            parts.pop(name, None)
+    return "  ".join(parts.values())
 
 
-def _train_parts(record: Mapping[str, Any]) -> list[str]:
+def _train_parts(record: Mapping[str, Any]) -> dict[str, str]:
     formats = (
         ("loss", lambda x: f"loss {x:.4f}"),
         ("grad_norm", lambda x: f"grad {x:.2f}"),
@@ -89,30 +115,34 @@ def _train_parts(record: Mapping[str, Any]) -> list[str]:
         ("goodput", lambda x: f"goodput {x:.1%}"),
         ("stalled_seconds", lambda x: f"stalled {x:.1f} s"),
     )
-    parts = ["no token counts"] if record["loss"] is None else []
+    parts = {"loss": "no token counts"} if record["loss"] is None else {}
     for key, form in formats:
         # If a device cannot report its peak memory, the record says 0.
         is_unknown = record.get(key) is None or (key == "max_memory_bytes" and not record[key])
         if not is_unknown:
-            parts.append(form(record[key]))
+            parts[key] = form(record[key])
     worst = worst_max_over_mean(record.get("expert_load") or [])
     if worst is not None:
-        parts.append(f"experts max/mean {worst:.2f}")
+        parts["experts"] = f"experts max/mean {worst:.2f}"
     dropped = max(record.get("expert_dropped_share") or [], default=0)
     if dropped > 0:
-        parts.append(f"dropped {dropped:.1%}")
+        parts["dropped"] = f"dropped {dropped:.1%}"
     return parts
 
 
-def _validation_parts(record: Mapping[str, Any]) -> list[str]:
+def _validation_parts(record: Mapping[str, Any]) -> dict[str, str]:
     if record["loss"] is None:
-        return ["validation: no token counts"]
-    parts = [f"validation loss {record['loss']:.4f}"]
+        return {"loss": "validation: no token counts"}
+    parts = {"loss": f"validation loss {record['loss']:.4f}"}
     entropy = record.get("unigram_entropy")
     if entropy is not None:
-        parts.append(f"unigram entropy {entropy:.4f}  ({record['loss'] - entropy:+.4f} nats)")
+        side = "below"
+        if record["loss"] > entropy:
+            side = "above"
+        distance = abs(record["loss"] - entropy)
+        parts["frequencies"] = f"{distance:.4f} nats {side} the token frequencies' {entropy:.4f}"
     if record.get("num_targets") is not None:
-        parts.append(f"{short_number(record['num_targets'])} targets")
+        parts["num_targets"] = f"{short_number(record['num_targets'])} targets"
     return parts
 
 

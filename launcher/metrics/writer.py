@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from launcher.metrics.expert_load import shortened
 from launcher.metrics.goodput.live import RunTime
 from launcher.metrics.record import METRICS_FILE, Record, check_record, encode, truncate_after
 from launcher.metrics.trackers.thread import Trackers
+from launcher.wording import ON_TERMINAL
 from parallel.runtime.spans import begin
 
 log = logging.getLogger(__name__)
@@ -95,7 +97,8 @@ class RecordWriter:
         if is_rank_0:
             self._writer = MetricsWriter(folder)
             self._time = RunTime(folder, step=lines.first_step)
-        self._live = LiveLine(lines.total_steps, is_shown=is_rank_0 and is_watched(sys.stdout))
+        self._is_watched = is_rank_0 and is_watched(sys.stdout)
+        self._live = LiveLine(lines.total_steps, is_shown=self._is_watched)
 
     def write(self, record: Record) -> None:
         """Write a record everywhere; to the log only if a line is due."""
@@ -105,10 +108,18 @@ class RecordWriter:
         written = self._writer.write(record)
         left = self._pace.seconds_left(record["step"], self._lines.last_step, time.monotonic())
         if self._lines.is_due(record):
-            log.info("%s", console_line(record, self._lines.total_steps, seconds_left=left))
+            self._log(record, left)
         if record["kind"] == "train":
             self._live.update(record, seconds_left=left)
         self._trackers.send(written)
+
+    def _log(self, record: Record, seconds_left: float | None) -> None:
+        """Log a record's line: whole in the file, and as wide as the terminal on it."""
+        total, on_terminal = self._lines.total_steps, {}
+        if self._is_watched:
+            columns = shutil.get_terminal_size().columns
+            on_terminal[ON_TERMINAL] = console_line(record, total, seconds_left=seconds_left, columns=columns)
+        log.info("%s", console_line(record, total, seconds_left=seconds_left), extra=on_terminal)
 
     def doing(self, what: str) -> None:
         """Report the activity between two steps, such as "saving", on the live line and to the watchdog."""

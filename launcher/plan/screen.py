@@ -146,7 +146,8 @@ def summary(run: RunEstimate, longest: int, longer: Candidate | None) -> list[st
     if longer is not None:
         lines.append(
             f"Rows of {longer.config.data.seq_len:,} tokens fit with: {words(longer.config)} "
-            f"({gib(longer.peak_bytes)}, {longer.seconds:,.4g} s a step)."
+            f"({gib(longer.peak_bytes)}, {longer.seconds:,.4g} s a step of {longer.config.train.tokens_per_step:,} "
+            "tokens)."
         )
     else:
         lines.append("Longer rows fit with none: these ranks, what they keep and where were all tried (--search).")

@@ -5,6 +5,7 @@ Every combination of the settings below is estimated, without shortcuts by rules
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,8 +130,16 @@ def search(
 def fit_rows(
     config: RunConfig, world: World, hardware: Hardware, seq_len: int, *, document_tokens: int = 0
 ) -> Candidate | None:
-    """Find the fastest settings, with the config's own degrees, that fit rows of this length; None if none do."""
-    longer, parallel = with_rows(config, seq_len), config.parallel
+    """Find the fastest settings, with the config's own degrees, that fit rows of this length; None if none do.
+
+    A step keeps its tokens, as far as they are whole rows of every data rank.
+    """
+    parallel = config.parallel
+    groups = max(1, world.ranks // parallel.context)
+    rows = -(-max(1, config.train.tokens_per_step // seq_len) // groups) * groups
+    longer = with_rows(config, seq_len).changed({"train.tokens_per_step": rows * seq_len})
+    together = math.gcd(longer.train.micro_batch_rows, rows // groups)
+    longer = longer.changed({"train.micro_batch_rows": together})
     if parallel.tokens_per_rank:
         needed = max(parallel.tokens_per_rank, -(-seq_len // parallel.context))
         longer = longer.changed({"parallel.tokens_per_rank": needed})

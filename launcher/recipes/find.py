@@ -26,6 +26,11 @@ def summary(recipe: Path) -> str:
 def find_config(given: str) -> Path:
     """Find the file that ``--config`` names, by path or by recipe name; raise ConfigError if it is neither."""
     path, known = Path(given), recipes()
+    if path.is_file() and path.suffix in (".yaml", ".yml", ".json"):
+        raise ConfigError(
+            f"--config {given} is no TOML: `lr = 1e-4` in the section `[train]` is what `lr: 1e-4` under `train:` is "
+            "in YAML.\n`longctx train --print-config` prints a whole config to start from."
+        )
     if path.is_file():
         return path
     # With or without its suffix; a recipe wins over a folder of the same name, such as its run's.

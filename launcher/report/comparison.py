@@ -16,7 +16,16 @@ from launcher.metrics.console import short_number
 from launcher.report.evaluation.figures import needle_figure
 from launcher.report.evaluation.folder import SETTINGS_FILE, Evaluation, load_evaluation
 from launcher.report.evaluation.tables import Rows, depth_rows, score_rows, tasks_with_depth, write_csv
-from launcher.report.figures import Series, finish, new_figure, standalone, styled, to_svg
+from launcher.report.figures import (
+    Series,
+    binary_number,
+    finish,
+    new_figure,
+    position_points,
+    standalone,
+    styled,
+    to_svg,
+)
 from launcher.report.head import key_figures, state
 from launcher.report.html import Section, Table, render_page, write_page
 from launcher.report.run import Run, load_run
@@ -28,6 +37,8 @@ COMPARISON_FILE = "comparison.html"
 
 COLOURS = ("#3b82c4", "#e08a1e", "#3a9d6e", "#d1495b", "#8e6bbf", "#8a8f98", "#b5651d", "#17a2b8")
 """Of the runs, in their order; more runs begin again."""
+_SAME_TOKENS = 1.005
+"""Bytes a token over those of another run up to which they count as the same: texts may differ a little."""
 _PATHS = ("run.output_dir",)
 """Keys of the config that differ between any two runs."""
 
@@ -67,9 +78,16 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 def sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
     """Return key figures as a table, losses over tokens, and the config keys that differ."""
     caption = "No step has been logged yet."
-    picture = loss_figure(runs, names)
+    scales = bits_of_nats(runs)
+    picture = loss_figure(runs, names, scales)
     if picture is not None:
         caption = "Lines are training losses, smoothed; dots are validations."
+    if picture is not None and scales is not None:
+        caption += " In bits a byte of the validation's text, because the runs' tokens are not the same."
+    positions = []
+    if (by_position := positions_figure(runs, names)) is not None:
+        of_last = "Validation loss of each run's last validation, in nats of its own tokens."
+        positions.append(Section(title="Loss by position", caption=of_last, picture=by_position))
     rows = differences(runs)
     differing = "The keys of the configs that differ; – where a run lacks one."
     if not rows:
@@ -77,6 +95,7 @@ def sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
     return [
         Section(title="Side by side", caption="", table=figure_table(runs, names)),
         Section(title="Loss", caption=caption, picture=picture),
+        *positions,
         Section(title="What differs", caption=differing, table=Table(headings=("Key", *names), rows=rows)),
     ]
 
@@ -103,10 +122,13 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 @styled
-def loss_figure(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
-    """Draw training losses, smoothed, and validation losses over the tokens; None if there are none."""
+def loss_figure(runs: Sequence[Run], names: Sequence[str], scales: Sequence[float] | None = None) -> Markup | None:
+    """Draw training losses, smoothed, and validation losses over the tokens; None if there are none.
+
+    ``scales`` are each run's bits a byte for one nat a token.
+    """
     figure, (axes,) = new_figure(1, height=3.9)
-    drawn = []
+    drawn, factors = [], scales or [1.0] * len(runs)
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         colour, label = COLOURS[number % len(COLOURS)], name
         for records, style in ((run.train, "-"), (run.validations, "o--")):
@@ -117,15 +139,49 @@ def loss_figure(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
             if style == "-":
                 loss = loss.smoothed().thinned()
             points = _over_tokens(run, loss)
-            axes.plot(points.steps, points.values, style, color=colour, markersize=4, label=label)
+            axes.plot(points.steps, factors[number] * points.values, style, color=colour, markersize=4, label=label)
             # Each run has one entry in the legend.
             label = None
     if not drawn:
         return None
-    finish(axes, "tokens", "loss (nats a token)", drawn[0])
+    if scales is None:
+        finish(axes, "tokens", "loss (nats a token)", drawn[0])
+    else:
+        finish(axes, "tokens", "loss (bits a byte)", None)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.legend(loc="upper right")
     return Markup(to_svg(figure, "loss"))
+
+
+def bits_of_nats(runs: Sequence[Run]) -> list[float] | None:
+    """Return each run's bits a byte for one nat a token; None if tokens are as long in all, or one does not say."""
+    found = []
+    for run in runs:
+        known = [r for r in run.validations if r.get("bits_per_byte") and r["loss"]]
+        if not known:
+            return None
+        found.append(known[-1]["bits_per_byte"] / known[-1]["loss"])
+    if max(found) <= _SAME_TOKENS * min(found):
+        return None
+    return found
+
+
+@styled
+def positions_figure(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
+    """Draw the loss by position of each run's last validation; None if none has it."""
+    figure, (axes,) = new_figure(1, height=3.4)
+    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+        if run.validations and run.validations[-1].get("loss_by_position"):
+            middles, losses = position_points(run.validations[-1])
+            axes.plot(middles, losses, "o-", color=COLOURS[number % len(COLOURS)], markersize=3, label=name)
+    if not axes.lines:
+        return None
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: binary_number(value)))
+    axes.set_xlabel("position in the document, counted from 1 (tokens, log scale)")
+    axes.set_ylabel("loss (nats a token)")
+    axes.legend(loc="best")
+    return Markup(to_svg(figure, "positions"))
 
 
 def _over_tokens(run: Run, series: Series) -> Series:

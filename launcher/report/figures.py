@@ -82,18 +82,25 @@ class Series:
         return Series(steps=_group_means(self.steps, size), values=_group_means(self.values, size))
 
     def smoothed(self) -> Series:
-        """Return the centred running mean over about a thirtieth of the run, less at both ends, of finite values."""
+        """Return the centred running mean over about a thirtieth of the run, of finite values.
+
+        At the beginning, where losses fall fast, it is the mean of fewer steps. At the end it is the line through the
+        last ones: means of ever fewer steps would end in a hook to the last step.
+        """
         half = max(2, len(self.values) // 60)
         # Differences of running sums: the cost does not depend on the width.
         known = np.isfinite(self.values)
         sums = np.concatenate([[0.0], np.cumsum(np.where(known, self.values, 0.0))])
         counts = np.concatenate([[0], np.cumsum(known)])
         index = np.arange(len(self.values))
-        # The same reach on both sides, so that the curve does not lag at either end.
         reach = np.minimum(half, np.minimum(index, len(index) - 1 - index))
         start, stop = index - reach, index + reach + 1
         with np.errstate(invalid="ignore", divide="ignore"):
-            return Series(steps=self.steps, values=(sums[stop] - sums[start]) / (counts[stop] - counts[start]))
+            means = (sums[stop] - sums[start]) / (counts[stop] - counts[start])
+        last = index[known][index[known] >= len(index) - 2 * half - 1]
+        if len(last) > half:
+            means[-half:] = np.polyval(np.polyfit(last, self.values[last], 1), index[-half:])
+        return Series(steps=self.steps, values=means)
 
 
 def _group_means(values: np.ndarray, size: int) -> np.ndarray:
@@ -161,10 +168,10 @@ def position_figure(first: Mapping[str, Any] | None, last: Mapping[str, Any]) ->
     """Draw loss by position in the document, on a log axis, for the last validation and the first (None: only one)."""
     figure, (axes,) = new_figure(1, height=3.2)
     if first is not None:
-        spots, losses = _position_points(first)
+        spots, losses = position_points(first)
         label = f"first validation, step {first['step']:,}"
         axes.plot(spots, losses, "o-", color=PALE_BLUE, markersize=3.5, linewidth=1.2, label=label)
-    spots, losses = _position_points(last)
+    spots, losses = position_points(last)
     axes.plot(spots, losses, "o-", color=ORANGE, markersize=4.5, label=f"last validation, step {last['step']:,}")
     if last.get("unigram_entropy") is not None:
         axes.axhline(last["unigram_entropy"], color=GREY, linestyle="--", linewidth=1.2, label="unigram entropy")
@@ -176,7 +183,7 @@ def position_figure(first: Mapping[str, Any] | None, last: Mapping[str, Any]) ->
     return to_svg(figure, "position")
 
 
-def _position_points(validation: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+def position_points(validation: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     """Return each bin's middle on a log axis, positions counted from 1, and its loss; skip bins without targets."""
     # From 1, because a log axis has no 0.
     bins = [spot for spot in validation["loss_by_position"] if spot.get("num_targets", 1) and spot["loss"] is not None]

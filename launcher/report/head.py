@@ -77,8 +77,8 @@ def _loss_figures(run: Run) -> list[Figure]:
         found.append(
             Figure(
                 label="Training loss",
-                value=number(losses[-1]),
-                note=f"mean of the last {plural(len(losses), 'step')} {number(mean(losses))}",
+                value=number(mean(losses)),
+                note=f"mean of the last {plural(len(losses), 'step')}; the last one {number(losses[-1])}",
             )
         )
     if run.validations:

@@ -12,33 +12,39 @@ from launcher.cluster.hostfile import FILTERS, flag_value
 from launcher.config.flags import take_flag
 from longctx.errors import ConfigError
 
+_VERBS, _MODULE = ("train", "pretrain"), "launcher.pretrain"
 _HOSTFILE = ("--hostfile", "-H")
 _DEEPSPEED, _NO_LOCAL_RANK = "deepspeed", "--no_local_rank"
 
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """A command line that starts ``launcher/pretrain.py`` by any launcher."""
+    """A command line that starts ``launcher/pretrain.py`` by any launcher, or is ``longctx train``."""
 
     starter: tuple[str, ...]
-    """Everything up to the script, with it."""
+    """Everything up to the script, with it; of ``longctx train`` its verb, and the options that are no settings."""
     arguments: tuple[str, ...]
-    """What the script takes."""
+    """The settings."""
 
     @classmethod
     def of(cls, words: Sequence[str]) -> TrainingCommand:
-        """Parse a command; raise ConfigError unless it starts ``launcher/pretrain.py``, the only supported script."""
+        """Parse a command; raise ConfigError unless it trains: other programs do not go on from their checkpoints."""
         for number, word in enumerate(words):
             # Compare the last two parts of the path, since it may be started from any folder.
-            if PurePath(word).parts[-2:] == PurePath(SCRIPT).parts:
+            is_module = word == _MODULE and words[number - 1] == "-m"
+            if is_module or PurePath(word).parts[-2:] == PurePath(SCRIPT).parts:
                 return cls(tuple(words[: number + 1]), tuple(words[number + 1 :]))
+            if word in _VERBS and _is_ours(words[:number]):
+                starter, arguments = list(words[: number + 1]), list(words[number + 1 :])
+                for flag in ("--ranks", "--hostfile"):
+                    arguments, value = take_flag(arguments, flag)
+                    starter += [flag, value] if value is not None else []
+                return cls(tuple(starter), tuple(arguments))
         problem = "needs the command that it is to start, behind --."
         if words:
             given = shlex.join(words)[:200]
-            problem = f"`{given}` does not start {SCRIPT}: no other program is known to go on from its checkpoints."
-        raise ConfigError(
-            f"longctx run: {problem}\nTry: longctx run -- deepspeed --num_gpus 2 {SCRIPT} --config run.toml"
-        )
+            problem = f"`{given}` starts no training: no other program is known to go on from its checkpoints."
+        raise ConfigError(f"longctx run: {problem}\nTry: longctx run -- longctx train --config run.toml")
 
     @property
     def words(self) -> list[str]:
@@ -93,3 +99,8 @@ class TrainingCommand:
     def __str__(self) -> str:
         """Return the command as it is typed."""
         return shlex.join(self.words)
+
+
+def _is_ours(words: Sequence[str]) -> bool:
+    """Return whether these words call our own program: ``longctx``, by any path, or ``python -m launcher``."""
+    return tuple(words[-2:]) == ("-m", "launcher") or any(PurePath(word).name == "longctx" for word in words[-1:])

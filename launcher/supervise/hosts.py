@@ -19,10 +19,13 @@ _AT_ONCE = 64
 _ANSWER_SECONDS = 3 * CONNECT_SECONDS
 
 
-def silent_hosts(slots: Mapping[str, int]) -> list[str]:
-    """Return hosts that do not answer over ssh without a password; none for a single host, which needs no ssh."""
+def silent_hosts(slots: Mapping[str, int], *, ask_one: bool = False) -> list[str]:
+    """Return hosts that do not answer over ssh without a password.
+
+    None for a single host, which needs no ssh, unless ``ask_one``.
+    """
     hosts = list(slots)
-    if len(hosts) == 1:
+    if len(hosts) == 1 and not ask_one:
         return []
     with ThreadPoolExecutor(min(len(hosts), _AT_ONCE)) as pool:
         answers = list(pool.map(_answers, hosts))

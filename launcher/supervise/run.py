@@ -13,10 +13,11 @@ from typing import Any
 from launcher.checkpoint.store import store_at
 from launcher.cluster.exit import FAILED, INTERRUPTED
 from launcher.cluster.hostfile import read_hostfile
+from launcher.cluster.sessions import Stop
 from launcher.config.load import load_run_config
 from launcher.config.sections import AUTO, RunConfig
 from launcher.metrics.record import STOP_EVENT, Record
-from launcher.supervise.attempt import Ending, Stop, attempt
+from launcher.supervise.attempt import Ending, attempt
 from launcher.supervise.command import TrainingCommand
 from launcher.supervise.hosts import (
     hosts_of,

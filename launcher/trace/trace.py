@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from longctx.errors import ConfigError, LongCtxError
 _NO_CUDA = """\
 plan --trace needs PyTorch's CUDA build, and {python} has the CPU build ({version}).
 No GPU is needed, and no driver: tensors have shapes and no data. Make an environment beside this one:
-  python3 -m venv cuda && cuda/bin/pip install torch==2.13.0 && cuda/bin/pip install -e .
+  python3 -m venv cuda && cuda/bin/pip install torch==2.13.0 && cuda/bin/pip install {longctx}
   cuda/bin/python -m launcher plan --trace …
 It takes 6 GB of disk. On a machine with GPUs `make setup` has installed that build."""
 
@@ -62,7 +63,10 @@ def check_cuda_build() -> None:
     if torch_cuda_version() is None:
         import torch
 
-        raise LongCtxError(_NO_CUDA.format(python=sys.executable, version=torch.__version__))
+        longctx = "longctx-train"
+        if (ROOT / "pyproject.toml").is_file():
+            longctx = f"-e {shlex.quote(str(ROOT))}"
+        raise LongCtxError(_NO_CUDA.format(python=sys.executable, version=torch.__version__, longctx=longctx))
 
 
 def traced_config(

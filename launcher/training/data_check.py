@@ -12,6 +12,7 @@ from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.reader import ShardSet
 from data_pipeline.shards.stamps import place_of
 from data_pipeline.shards.verify import FolderCheck, Verify, deal
+from launcher.wording import ONLY_IN_FILE
 from longctx.errors import DataError
 from parallel.comm.world import gather_objects, on_every_rank, own_rank
 
@@ -63,6 +64,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
         sum(entry.bytes for entry in shards) / 1e9,
         len(read),
         sum(entry.bytes for entry in read) / 1e9,
+        extra={ONLY_IN_FILE: True},
     )
     without_sums = [str(check.folder) for check in checks if check.lacks_sums]
     if without_sums:

@@ -12,7 +12,7 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.config.zero import zero_options
 from launcher.metrics.trackers.thread import check_trackers
 from launcher.plan.memory import check_memory, gib, memory_of_rank
-from launcher.run_folder import LOGS, hold_folder, prepare_folder, start_logging
+from launcher.run_folder import hold_folder, prepare_folder, start_logging
 from launcher.wording import plural
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
@@ -35,7 +35,6 @@ def prepare_place(config: ResolvedConfig, model: ModelConfig, mesh: Mesh, device
     folder = on_every_rank(lambda: prepare_folder(config))
     on_rank_0(lambda: hold_folder(folder))
     start_logging(folder, mesh.rank)
-    log.info("Every rank's log: %s/rank_N.log", folder / LOGS)
     on_every_rank(lambda: check_swap_folders(config, model, mesh.world_size, mesh.ranks_per_node))
     on_rank_0(lambda: check_trackers(config.run.trackers))
     if config.zero.offload != "none":

@@ -22,10 +22,11 @@ from launcher.plan.memory import free_bytes, gib, memory_of_rank
 from launcher.plan.seconds import StepSeconds, slowest
 from launcher.plan.world import World
 from launcher.plan.zero import StepBytes
+from launcher.run_folder import LOGS
 from launcher.training.model import build_layout
 from launcher.training.origin import Origin
-from launcher.training.summary import Start, summary, warnings
-from launcher.wording import short_duration
+from launcher.training.summary import Start, details, introduction, outlook, warnings
+from launcher.wording import ONLY_IN_FILE, short_duration
 from longctx.batch import PackedDocuments
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError
@@ -38,10 +39,10 @@ log = logging.getLogger(__name__)
 
 def say_choice(choice: Choice) -> None:
     """Log the choice of a step of ``resolve``, and the reason."""
-    level = logging.INFO
     if choice.is_warning:
-        level = logging.WARNING
-    log.log(level, "%s", choice.why)
+        log.warning("%s", choice.why)
+    else:
+        log.info("%s", choice.why, extra={ONLY_IN_FILE: True})
 
 
 def say_start(
@@ -53,7 +54,10 @@ def say_start(
     *,
     mesh: Mesh,
 ) -> Expected:
-    """Log the run's description, warnings and expected cost; raise ConfigError if memory is insufficient."""
+    """Log the run's description, warnings and expected cost; raise ConfigError if memory is insufficient.
+
+    The console gets what a person looks at before the first step, the log all of it.
+    """
     start = Start(
         config=config,
         model=model,
@@ -67,8 +71,10 @@ def say_start(
         forecast=loader.forecast(max(0, config.last_step - origin.step)),
         degrees=first_degrees(config, mesh, loader),
     )
-    for line in summary(start):
+    for line in introduction(start):
         log.info("%s", line)
+    for line in details(start):
+        log.info("%s", line, extra={ONLY_IN_FILE: True})
     for line in warnings(start):
         log.warning("%s", line)
     expected = expect(
@@ -79,7 +85,12 @@ def say_start(
         steps=start.num_steps,
     )
     check_planned_memory(config, expected, ranks_here=mesh.ranks_per_node, free_bytes=start.free_bytes)
-    log.info("%s", expected.line())
+    log.info("%s", expected.line(), extra={ONLY_IN_FILE: True})
+    seconds = None
+    if expected.seconds is not None:
+        seconds = expected.seconds.total
+    rest = Path(config.run.output_dir) / LOGS / "rank_0.log"
+    log.info("%s All of the plan: %s", outlook(start, expected.bytes.peak, seconds), rest)
     return expected
 
 

@@ -26,6 +26,7 @@ from launcher.run_folder import LOGS
 from launcher.training.run import Progress, Run
 from longctx.checkpoint_format import list_checkpoints
 from parallel.comm.world import any_rank, gather_objects, on_rank_0
+from parallel.runtime.launched import COMMAND
 from parallel.runtime.parents import is_launcher_word, launchers_above
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,8 @@ def going_on(command: Sequence[str]) -> str:
 
 def started_by() -> list[str] | None:
     """Return the command line with which a user started this rank; None if it cannot be determined."""
+    if COMMAND in os.environ:
+        return shlex.split(f"{os.environ[COMMAND]} --ranks {os.environ['WORLD_SIZE']} {shlex.join(sys.argv[1:])}")
     for launcher in reversed(launchers_above()):
         for number, word in enumerate(launcher.words[:4]):
             if is_launcher_word(word):

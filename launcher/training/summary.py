@@ -14,7 +14,7 @@ from launcher.config.resolved import ResolvedConfig
 from launcher.plan.memory import Memory, gib, memory_by_stage
 from launcher.training.origin import Origin
 from launcher.training.schedule import learning_rate
-from launcher.wording import plural
+from launcher.wording import plural, short_duration
 from longctx.architecture.size import count_parameters
 from longctx.config import ModelConfig
 from parallel.mesh import Mesh
@@ -65,10 +65,32 @@ class Start:
         return last // every - self.origin.step // every + bool(last % every)
 
 
-def summary(start: Start) -> list[str]:
-    """Return the first lines of a run's log."""
-    lines = [_model(start), *_origin(start), _ranks(start), *_side_by_side(start), _memory(start), *_stages(start)]
-    return [*lines, _steps(start), _data(start), _checkpoints(start)]
+def introduction(start: Start) -> list[str]:
+    """Return the first lines of a run: its model, where that comes from, and its ranks."""
+    lines = [_model(start)]
+    lines += _origin(start)
+    lines.append(_ranks(start))
+    return lines
+
+
+def details(start: Start) -> list[str]:
+    """Return the further lines of a run's log: memory by ZeRO stage, steps, data, checkpoints."""
+    lines = _side_by_side(start)
+    lines.append(_memory(start))
+    lines += _stages(start)
+    lines += (_steps(start), _data(start), _checkpoints(start))
+    return lines
+
+
+def outlook(start: Start, peak_bytes: int, step_seconds: float | None) -> str:
+    """Return one line on what is to come; ``peak_bytes`` of a rank, ``step_seconds`` None if nobody knows."""
+    line = f"Plan: {plural(start.num_steps, 'step')} of {start.config.train.tokens_per_step:,} tokens"
+    if start.forecast is None:
+        passes = start.num_steps * start.config.rows_per_step / start.packing.rows
+        line += f", {passes:.2f} passes over the data"
+    if step_seconds is not None:
+        line += f"; {step_seconds:.3g} s a step, {short_duration(step_seconds * start.num_steps)} in all"
+    return f"{line}; {gib(peak_bytes)} a rank at the peak."
 
 
 def _model(start: Start) -> str:

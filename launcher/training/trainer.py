@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher.checkpoint.folder import remove_leftovers, set_aside_newer
 from launcher.checkpoint.retention import VALIDATION_LOSS
+from launcher.cluster.command import ours
 from launcher.metrics.record import DISCARDED_FILE, METRICS_FILE, Record, missing_steps, truncate_after
 from launcher.metrics.trackers.thread import Trackers, open_trackers
 from launcher.metrics.writer import Lines, RecordWriter
@@ -25,6 +26,7 @@ from launcher.training.validation import Sampler, validate
 from longctx.checkpoint_format import list_checkpoints
 from longctx.errors import TrainingError
 from parallel.comm.world import broadcast_object, on_rank_0
+from parallel.runtime.listening import is_one_machine
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +232,23 @@ def _finish(run: Run, step: int) -> bool:
     report = write_report(run.folder)
     newest = list_checkpoints(run.folder)[-1]
     log.info("Done: %d steps. Checkpoint %s, report %s.", step, newest, report)
+    for line in _next_lines(run, step):
+        log.info("Next: %s", line)
     return is_in_store
+
+
+def _next_lines(run: Run, step: int) -> list[str]:
+    """Return commands that look at what was trained, and take it elsewhere: with folders of this step's own."""
+    folder, model = run.folder, run.config.model
+    export = ours("convert", "--to", "hf", folder, folder / f"hf_{step:06d}")
+    if not model.causal or model.encoder_layers:
+        return [export]
+    of_model: list[object] = ["--checkpoint", folder]
+    if is_one_machine() and run.mesh.world_size > 1:
+        of_model += ["--ranks", run.mesh.world_size]
+    generate = ours("generate", *of_model, "--prompt", "The", "--max-new-tokens", 40)
+    asked = ["--tasks", "passkey,ppl", "--lengths", run.config.data.seq_len]
+    return [generate, ours("evaluate", *of_model, *asked, "--output", folder / f"evaluation_{step:06d}"), export]
 
 
 def _rewind(run: Run, step: int) -> None:

@@ -15,7 +15,7 @@ from launcher.config.sections import RunConfig
 from launcher.training.machine import device_of_ranks, machine_of_ranks
 from launcher.training.start import say_choice
 from launcher.verification.alone import Alone
-from launcher.verification.compare import Finding, compare
+from launcher.verification.compare import GRADIENT_ERROR_BOUND, Finding, compare
 from launcher.verification.leaks import Probe, probe_text
 from launcher.verification.shrink import shrink
 from launcher.verification.together import steps_together
@@ -112,6 +112,8 @@ def report(findings: Sequence[Finding], changes: Sequence[str], described: str, 
                 # A bound may be 0: then any error exceeds it.
                 worst = max(of_kind, key=lambda finding: finding.error / max(finding.bound, 1e-30))
                 lines.append(f"{step:>4}  {what:<14}{worst.error:>14.1e}{worst.bound:>10.0e}  {worst.part}")
+    if any(finding.what == "gradients" and finding.bound == GRADIENT_ERROR_BOUND for finding in findings):
+        lines.append("Errors of gradients are in units of the error that one plain bfloat16 process has: 1 is its own.")
     lines.append("")
     broken = [finding for finding in findings if not finding.held]
     if not broken:

@@ -271,6 +271,9 @@ class StreamFields:
     """Probability that a value of the embeddings, or of what a part adds, is dropped in training."""
     init_std: float = _training(0.02)
     """Standard deviation of initial weights."""
+    embedding_std: float = _training(0.0)
+    """Standard deviation of initial token embeddings; 0 is init_std. 1, with a head of its own, keeps tokens apart in
+    what a young model's routers read."""
 
 
 class DeltaSizes(NamedTuple):

@@ -42,6 +42,7 @@ _AT_LEAST_ONE = (
 )
 _POSITIVE = ("norm_eps", "init_std", "embedding_scale", "residual_scale", "logit_scale", "routed_scale")
 _NOT_NEGATIVE = (
+    "embedding_std",
     "encoder_layers",
     "mtp_layers",
     "embedding_size",

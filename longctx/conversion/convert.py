@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,8 @@ def _why_not_loaded(reader: HfReader) -> str | None:
     """Return why transformers does not load a folder that we read; None if it does, as far as is known."""
     if not has_usual_names(reader.folder):
         return f"transformers does not find weights of the names that they have in {reader.folder}"
+    if reader.quantization is not None and find_spec("accelerate") is None:
+        return "transformers loads quantised weights with accelerate, which is not installed (pip install accelerate)"
     if reader.model_type_on_disk in ALIASES:
         return f"transformers has no {reader.model_type_on_disk} of its own; exports are {reader.model_type}"
     rows = reader.config.vocab_size

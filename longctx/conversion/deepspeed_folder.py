@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from longctx.checkpoint_manifest import refuse_deepspeed
+from longctx.checkpoint_manifest import refuse_foreign
 from longctx.conversion.companions import copy_companions, find_companions, log_left_behind
 from longctx.conversion.convert import Conversion, check_folders, import_hf
 from longctx.conversion.weights.folder import check_is_fetched, checked_path
@@ -44,7 +44,7 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
     check_folders(source, output)
     _check_source(source)
     if not execute_pickles:
-        refuse_deepspeed(source)
+        refuse_foreign(source)
     # Before the tool runs for hours.
     check_free(output, CheckpointError)
     checked_path(source, CONFIG, named_by=source)
@@ -69,7 +69,7 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
 def _check_source(source: Path) -> None:
     """Raise CheckpointError unless the folder has DeepSpeed states, a tag and a config."""
     try:
-        refuse_deepspeed(source)
+        refuse_foreign(source)
     except CheckpointError:
         pass
     else:

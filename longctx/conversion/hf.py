@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longctx.checkpoint_format import check_size, is_buffer
-from longctx.checkpoint_manifest import check_token_ids, refuse_deepspeed
+from longctx.checkpoint_manifest import check_token_ids, refuse_foreign, where_to_get
 from longctx.config import ModelConfig
 from longctx.conversion.carried import CarriedPart, part_of_folder
 from longctx.conversion.casts import dtype_name
@@ -66,9 +66,11 @@ class HfReader:
         """Open the folder; ``mtp`` adds its blocks for multi-token prediction, or raises ConfigError without them."""
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder} is no folder. Give the one that holds config.json.")
+            raise CheckpointError(
+                f"{self.folder} is no folder. Give the one that holds config.json.{where_to_get(self.folder)}"
+            )
         if not (self.folder / "config.json").exists():
-            refuse_deepspeed(self.folder)
+            refuse_foreign(self.folder)
         hf_config = read_json(self.folder / "config.json")
         self.config = ModelConfig.from_hf(hf_config, mtp=mtp)
         text = unwrapped(hf_config)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.conversion.weights.json_files import write_json
-from longctx.errors import ConfigError, DataError
+from longctx.errors import DataError
 from longctx.families.spec import START_KEY
 from longctx.files import write_atomically
 from longctx.tokenizer import Tokenizer, load_tokenizer
@@ -125,9 +125,11 @@ def check_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, texts
     be restored from the ids. For files that came with a model, texts that spell a special token are skipped: the
     model's own settings decide whether transformers reads them as the token.
     """
+    from transformers import AutoTokenizer
+
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
-    fast = _auto_tokenizer().from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    fast = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     # This instance must not warn about long texts.
     fast.model_max_length = 2**60
     if not came_from_hf(tokenizer) and has_templates(tokenizer.files):
@@ -171,13 +173,3 @@ def _num_ends(fast: Any) -> int:
         if with_frame[start : start + len(without)] == without:
             return len(with_frame) - start - len(without)
     return 0
-
-
-def _auto_tokenizer() -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(
-            "exporting a tokenizer checks it with transformers, which is not installed.\nTry: pip install transformers"
-        ) from error
-    return AutoTokenizer

@@ -136,11 +136,7 @@ class LogitsCheck:
 
 
 def why_no_logits(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> str | None:
-    """Return why logits cannot be compared: transformers is missing, or a model does not fit. None if they can."""
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        return "transformers is not installed (pip install transformers)"
+    """Return why logits cannot be compared: a model does not fit. None if they can."""
     need = bytes_needed(config, num_parameters, dtype)
     free = available_bytes()
     if need > free:

@@ -29,19 +29,26 @@ class ScoreRow:
     answers: tuple[str, ...]
     output: str
     """What the model wrote."""
+    excerpt: str = ""
+    """What stands in the prompt around the answers and at its end, if the score is below 1."""
 
     @classmethod
     def of(cls, task: Task, sample: Sample, output: str) -> ScoreRow:
         """Return the row of an output."""
+        score = task.score(output, sample)
+        excerpt = ""
+        if score < 1:
+            excerpt = excerpt_of(sample)
         return cls(
             task=sample.task,
             length=sample.length,
             depth=sample.depth,
             index=sample.index,
-            score=task.score(output, sample),
+            score=score,
             prompt_tokens=sample.prompt_tokens,
             answers=sample.answers,
             output=output,
+            excerpt=excerpt,
         )
 
     @classmethod
@@ -52,6 +59,24 @@ class ScoreRow:
     def cells(self) -> dict[str, Any]:
         """Return the values by column; the answers become a list, as in JSON."""
         return {**asdict(self), "answers": list(self.answers)}
+
+
+_AROUND, _END, _MOST_SPANS = 80, 300, 3
+"""Characters on either side of an answer and at the prompt's end, and answers, that an excerpt has."""
+
+
+def excerpt_of(sample: Sample) -> str:
+    """Return the parts of a prompt around its first answers, and its end, with an ellipsis for what lies between."""
+    size = len(sample.prompt)
+    parts = [(max(0, start - _AROUND), min(size, stop + _AROUND)) for start, stop in sorted(sample.spans)[:_MOST_SPANS]]
+    parts.append((max(0, size - _END), size))
+    text, done = "", 0
+    for start, stop in parts:
+        if start > done:
+            text += " … "
+        text += sample.prompt[max(start, done) : stop]
+        done = max(done, stop)
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)

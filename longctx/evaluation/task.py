@@ -6,15 +6,31 @@ Nothing here runs a model. ``Task.samples`` gives prompts and the answers; ``Tas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from longctx.errors import ConfigError, DataError
+from longctx.errors import ConfigError, DataError, LengthError
 from longctx.evaluation.haystack import Haystack
 from longctx.tokenizer import Tokenizer
 
-DEPTHS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+def spread(depths: Sequence[float]) -> tuple[float, ...]:
+    """Return the depths, each once, in an order whose every beginning is spread over them: both ends, then middles."""
+    ordered = sorted(set(depths))
+    found, gaps = [ordered[0], ordered[-1]], deque([(0, len(ordered) - 1)])
+    while gaps:
+        low, high = gaps.popleft()
+        middle = (low + high) // 2
+        if low < middle < high:
+            found.append(ordered[middle])
+            gaps += [(low, middle), (middle, high)]
+    return tuple(dict.fromkeys(found))
+
+
+DEPTHS = spread([number / 10 for number in range(11)])
+"""The tenths of a text, in the order in which samples take them."""
 
 SEED = 42
 """The seed that NVIDIA's RULER takes when none is given."""
@@ -129,11 +145,11 @@ def required_haystack(task: Task, setting: Setting) -> Haystack:
     return setting.haystack
 
 
-def too_short(task: str, length: int, *, prompt: int, answer: int) -> ConfigError:
+def too_short(task: str, length: int, *, prompt: int, answer: int) -> LengthError:
     """Return the error for a length that does not hold the shortest prompt and its answer."""
     # Another length draws other names and numbers: a quarter more holds the longest of those.
     least = (prompt + answer) * 5 // 4
-    return ConfigError(
+    return LengthError(
         f"length={length}: the shortest prompt of task {task} has {prompt} tokens, and {answer} are left for the "
         f"answer. Ask for length={least} or more."
     )

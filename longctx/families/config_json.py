@@ -138,7 +138,8 @@ def left_behind(config: ModelFields, hf: dict[str, Any]) -> dict[str, Any]:
     """Return training settings that this config.json does not have: name -> value. Defaults are not listed."""
     written = config_from_hf(hf)
     lost: dict[str, Any] = {}
-    for name in sorted(names_of_role("training")):
+    # Whoever reads the folder has weights already: how large embeddings began is of no use there.
+    for name in sorted(names_of_role("training") - {"embedding_std"}):
         value, default = getattr(config, name), getattr(ModelFields(), name)
         if value not in (written.get(name, default), default):
             lost[name] = value

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from longctx.checkpoint_format import MANIFEST, CheckpointReader, find_checkpoint, model_config
+from longctx.checkpoint_manifest import where_to_get
 from longctx.conversion import load_hf
 from longctx.errors import CheckpointError, ConfigError
 from longctx.model.attention.core import AttentionCore
@@ -22,7 +23,7 @@ def find_model(folder: str | Path) -> Path:
     if not Path(folder).exists():
         raise ConfigError(
             f"checkpoint {folder} does not exist here. Name a checkpoint, a run folder or a Hugging Face folder that "
-            "this machine sees."
+            f"this machine sees.{where_to_get(Path(folder))}"
         )
     if is_hf_folder(folder):
         return Path(folder)

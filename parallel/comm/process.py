@@ -22,7 +22,7 @@ from parallel.comm.groups import control_group, forget_groups, warm, world_group
 from parallel.runtime.flight_recorder import advice, dump_collectives, record_collectives
 from parallel.runtime.interface import choose_gloo_interface
 from parallel.runtime.launched import code_version, environment_rank, ranks_of_machine
-from parallel.runtime.listening import is_agents_store, listen, meeting_host
+from parallel.runtime.listening import free_port, is_agents_store, listen, meeting_host
 from parallel.runtime.watch.current import start_watch, stop_watch, watching
 from parallel.runtime.watch.last_words import say
 from parallel.runtime.watch.options import WatchOptions
@@ -48,7 +48,7 @@ def start_process_group(
     Raise ClusterError if the ranks do not meet within ``meet_seconds``, or if their code differs.
     """
     if "RANK" not in os.environ:
-        os.environ.update(_LONE_PROCESS, MASTER_PORT=str(_free_port()))
+        os.environ.update(_LONE_PROCESS, MASTER_PORT=str(free_port()))
     choose_gloo_interface()
     # Ranks of one machine share its cores; with all cores each, they would wait for one another.
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
@@ -122,12 +122,6 @@ def process_group(*, timeout_seconds: float, device: torch.device, traces: Path 
 def _threads_per_process() -> int:
     """Return the machine's cores divided by its ranks."""
     return max(1, (os.cpu_count() or 1) // (ranks_of_machine() or 1))
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:

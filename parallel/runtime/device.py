@@ -14,7 +14,7 @@ import torch
 
 from longctx.errors import ConfigError
 from longctx.kernels.memory import available_bytes
-from parallel.runtime.launched import environment_rank, ranks_of_machine
+from parallel.runtime.launched import environment_rank, ranks_of_machine, start_line
 
 log = logging.getLogger(__name__)
 
@@ -72,19 +72,11 @@ def _idle_gpus(setting: str, ranks: int, gpus: int, degrees: Mapping[str, int]) 
     if environment_rank()[1] > ranks:
         first, second = f"slots={gpus} for this machine in the hostfile", f"add {shlex.join(on_cpu[-2:])}"
     else:
-        first, second = _start(gpus, fewer), _start(ranks, on_cpu)
+        first, second = start_line(gpus, fewer), start_line(ranks, on_cpu)
     return ConfigError(
         f"{setting}='auto': this machine runs {ranks} ranks and has {some}. Each rank needs a GPU of its own, and none "
         f"would be used on the CPU.\nTo compute on {some}:\n    {first}\nTo compute on the CPU:\n    {second}"
     )
-
-
-def _start(ranks: int, arguments: list[str]) -> str:
-    """Return the command that starts this script on so many ranks of a machine, by the launcher of this process."""
-    launcher = f"deepspeed --num_gpus {ranks}"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        launcher = f"torchrun --standalone --nproc_per_node {ranks}"
-    return f"{launcher} {shlex.join([sys.argv[0], *arguments])}"
 
 
 def _without(arguments: list[str], key: str) -> list[str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
+from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +28,21 @@ def ranks_of_machine() -> int | None:
     if not ranks:
         return None
     return int(ranks)
+
+
+COMMAND = "LONGCTX_COMMAND"
+"""The variable with the verb that started this rank, as its user typed it, such as ``longctx train``."""
+
+
+def start_line(ranks: int, arguments: Sequence[str]) -> str:
+    """Return the line that starts this script on so many ranks of a machine, by the launcher of this process."""
+    words = shlex.join(arguments)
+    if COMMAND in os.environ:
+        return f"{os.environ[COMMAND]} --ranks {ranks} {words}".rstrip()
+    launcher = f"deepspeed --num_gpus {ranks}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = f"torchrun --standalone --nproc_per_node {ranks}"
+    return f"{launcher} {shlex.quote(sys.argv[0])} {words}".rstrip()
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 
 from parallel.runtime.launched import environment_rank, ranks_of_machine
@@ -11,6 +12,8 @@ from parallel.runtime.launched import environment_rank, ranks_of_machine
 _MOST_WAITING = 4096
 """Connections that may arrive at once."""
 _LOOPBACK = "127.0.0.1"
+_OWN_PORTS = (10_000, 30_000)
+"""Below those that systems give to outgoing connections."""
 
 
 def is_agents_store() -> bool:
@@ -49,6 +52,19 @@ def listen(host: str, port: int) -> socket.socket:
     with contextlib.suppress(OSError, ValueError):
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_MOST_WAITING)
     return socket.create_server(("", port), backlog=_MOST_WAITING)
+
+
+def free_port() -> int:
+    """Return a port of the loopback that nobody listens at now.
+
+    Not one that the system chooses, which lies where outgoing connections get theirs: another program may have it
+    before the ranks do.
+    """
+    while True:
+        port = random.randrange(*_OWN_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((_LOOPBACK, port))
+            return port
 
 
 def own_address(listener: socket.socket) -> tuple[str, int]:

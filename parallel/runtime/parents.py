@@ -31,6 +31,9 @@ PDSH = "pdsh"
 _SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
 _SAME_RUN = ("--world_info=", "--master_addr=", "--master_port=")
 """Words that DeepSpeed's runner gives pdsh, and pdsh the launcher of each host."""
+STARTER = "LONGCTX_STARTER"
+"""The variable with the process id of a ``longctx`` command that started this rank itself."""
+_OURS = "longctx"
 _WRAPPERS = 3
 """Processes that may stand between a launcher and its rank, such as numactl or a shell script."""
 
@@ -44,6 +47,11 @@ class Launcher:
     """As a user reads it."""
     words: tuple[str, ...]
     """Its command line."""
+
+    @property
+    def is_ours(self) -> bool:
+        """True for a ``longctx`` command, which waits for its ranks and says nothing after them."""
+        return self.what == _OURS
 
     def __str__(self) -> str:
         return f"{self.what} (process {self.process.pid})"
@@ -85,7 +93,9 @@ def launchers_above() -> list[Launcher]:
 def was_orphaned(first_parent: int) -> bool:
     """Return whether the launcher was gone before it could be found; ``first_parent`` was the parent at the start."""
     now = os.getppid()
-    is_rank = "RANK" in os.environ and ("CROSS_SIZE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ)
+    is_rank = "RANK" in os.environ and any(
+        name in os.environ for name in ("CROSS_SIZE", "TORCHELASTIC_RUN_ID", STARTER)
+    )
     # For a rank that a user starts by hand neither changes.
     return is_rank and launcher_above() is None and (now != first_parent or now == 1)
 
@@ -125,6 +135,8 @@ def _wait(handles: Sequence[int]) -> None:
 
 def _as_launcher(process: psutil.Process) -> Launcher | None:
     words = _words(process)
+    if os.environ.get(STARTER) == str(process.pid):
+        return Launcher(process, _OURS, words)
     if _LAUNCHER in words:
         return Launcher(process, "deepspeed's launcher", words)
     # Only the program and the script that Python runs: a run's arguments may have any words.

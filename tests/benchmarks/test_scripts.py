@@ -29,7 +29,6 @@ def test_help_of_every_script(name, monkeypatch, capsys):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", list(decoder.SHAPES))
 def test_a_step_beside_its_floor_at_a_tiny_size(name, monkeypatch):
-    pytest.importorskip("transformers")
     threads = torch.get_num_threads()
     monkeypatch.setattr(decoder, "THREADS", threads)
     monkeypatch.setattr(decoder, "TOKENS", 32)

@@ -15,12 +15,13 @@ from launcher.cli import main
 from launcher.cli.verbs import VERBS as ALL_VERBS
 from launcher.cli.verbs import parse
 from launcher.config.check import check_run
+from launcher.config.flags import take_flag
 from launcher.config.load import load_run_config
 from launcher.evaluation.harness.settings import Settings
 from launcher.recipes.find import find_config, recipes
 from tests.docs.pages import ALL_BLOCKS, ALL_COMMANDS, PAGES, Block
 from tests.helpers import REPOSITORY
-from tests.launcher.runs import pretrain, recipe_flags, resolved
+from tests.launcher.runs import recipe_flags, resolved
 
 SCRIPT, LM_EVAL, VERIFY = "launcher/pretrain.py", "launcher/lm_eval.py", "launcher/verify.py"
 VERBS = {f"launcher/{verb}.py": verb for verb in ("evaluate", "generate", "score")}
@@ -32,7 +33,9 @@ RUN_PAGES = sorted({block.page for block in ALL_BLOCKS if block.is_run})
 def test_every_command_is_one_that_there_is(where: str, command: tuple[str, ...], monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     program, *words = command
-    if program == "longctx":
+    if program == "longctx" and words[0] in ("train", "verify"):
+        check_settings(without_ranks(words[1:]))
+    elif program == "longctx":
         parse(words)
     elif program in ("deepspeed", "torchrun") and set(VERBS) & set(words):
         at = next(at for at, word in enumerate(words) if word in VERBS)
@@ -70,9 +73,21 @@ def check_model_args(text: str) -> None:
 
 
 def check_start(words: Sequence[str]) -> None:
-    """Read the flags of a pretraining command, and check the run on as many ranks as share a row."""
+    """Read the flags of a line that starts the script of training or verification."""
     script = next(word for word in words if word in (SCRIPT, VERIFY))
-    flags = list(words[words.index(script) + 1 :])
+    check_settings(list(words[words.index(script) + 1 :]))
+
+
+def without_ranks(words: Sequence[str]) -> list[str]:
+    """The settings of ``longctx train``: its words without those of the verb itself."""
+    settings = list(words)
+    for flag in ("--ranks", "--hostfile"):
+        settings, _ = take_flag(settings, flag)
+    return settings
+
+
+def check_settings(flags: list[str]) -> None:
+    """Read the settings of a run, and check it on as many ranks as share a row."""
     if "--help" in flags:
         with pytest.raises(SystemExit) as ending:
             load_run_config(flags)
@@ -103,12 +118,12 @@ def check_extras(words: Sequence[str]) -> None:
     """Extras that a page installs are extras of the project."""
     known = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for word in words:
-        if match := re.fullmatch(r"\.\[([a-z,]+)\]", word):
+        if match := re.fullmatch(r"longctx-train\[([a-z,-]+)\]", word):
             assert set(match[1].split(",")) <= set(known)
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Path:
+def workspace(tmp_path: Path, monkeypatch) -> Path:
     """A folder as the reader's, in which the first tutorial was followed."""
     folder = tmp_path / "reader"
     folder.mkdir()
@@ -117,6 +132,8 @@ def workspace(tmp_path: Path) -> Path:
     for path in sorted((REPOSITORY / "data_pipeline").rglob("*.py")):
         (text / f"{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
     (folder / "hostfile").write_text((REPOSITORY / "hostfile").read_text())
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return folder
 
 
@@ -134,22 +151,8 @@ def test_marked_commands_run_in_their_order(workspace: Path, monkeypatch, capfd)
 def follow(block: Block, capfd) -> None:
     """Run each command to its end; it must say that it is done."""
     for program, *words in block.commands:
-        if program == "longctx":
-            assert main(words) == 0, f"{block.page.name}:{block.line}: {words}\n{capfd.readouterr()}"
-        else:
-            # As ``pretrain`` starts it; tests/docs/test_start_commands.py types it without ssh.
-            assert [program, *words[: words.index(SCRIPT)]] == ["deepspeed", "--num_gpus", "2"]
-            ended = pretrain([*words[words.index(SCRIPT) + 1 :], *absolute_folders(words)], timeout=200.0)
-            assert ended.code == 0, f"{block.page.name}:{block.line}: {words}\n{ended.text}"
-
-
-def absolute_folders(words: Sequence[str]) -> list[str]:
-    """The command's folders as absolute paths: tests start it in the repository, not in the reader's folder."""
-    found = []
-    for flag in ("--data.train", "--run.output_dir"):
-        if flag in words:
-            found += [flag, str(Path(words[words.index(flag) + 1]).resolve())]
-    return found
+        assert program == "longctx"
+        assert main(words) == 0, f"{block.page.name}:{block.line}: {words}\n{capfd.readouterr()}"
 
 
 def test_links_lead_somewhere():
@@ -185,9 +188,9 @@ def test_functions_that_pages_name_are_there():
             assert defined in names, f"{page.relative_to(REPOSITORY)} names {name}:{defined}"
 
 
-def test_the_readme_lists_every_file_and_folder_of_two_levels():
-    """A new file or folder of a package needs its line in the README, and a line needs its file."""
-    shown = re.search(r"<!-- files -->\n```\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.S)
+def test_a_page_lists_every_file_and_folder_of_two_levels():
+    """A new file or folder of a package needs its line in architecture.md, and a line needs its file."""
+    shown = re.search(r"<!-- files -->\n```\n(.*?)```", (REPOSITORY / "docs/architecture.md").read_text(), re.S)
     assert shown
     listed: set[str] = set()
     package = ""
@@ -200,7 +203,7 @@ def test_the_readme_lists_every_file_and_folder_of_two_levels():
     packages = ["launcher", "parallel", "data_pipeline", "longctx"]
     tracked = subprocess.run(["git", "ls-files", *packages], cwd=REPOSITORY, capture_output=True, text=True).stdout
     there = {"/".join(path.split("/")[:2]) for path in tracked.split()}
-    assert listed == {path for path in there if not path.rpartition("/")[2].startswith("__")}
+    assert listed == {path for path in there if not path.rpartition("/")[2].startswith(("__", "py.typed"))}
 
 
 def test_the_readme_is_short():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.verbs import overview
-from launcher.cluster.command import one_machine, slurm, torchrun
+from launcher.cluster.command import slurm, torchrun
 from tests.docs.pages import ALL_COMMANDS, PAGES
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import free_port, path_without_ssh
@@ -46,7 +46,6 @@ def printed() -> Iterator[tuple[str, str]]:
             if "{" not in match:
                 yield path.name, match
     yield from (("verbs.py", line) for line in overview().splitlines() if SCRIPT in line)
-    yield "command.py", one_machine("--data.train", "runs/data", ranks=2)
     yield "command.py", torchrun("--data.train", "runs/data", ranks=2)
     yield "command.py", slurm("--data.train", "runs/data", nodes=1, ranks_per_node=2)
 

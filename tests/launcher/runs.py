@@ -43,6 +43,11 @@ TINY_MODEL = {
     "model.num_experts": 4,
     "model.expert_ffn_size": 16,
     "model.shared_ffn_size": 16,
+    # of the preset, what is for long runs alone
+    "model.tie_embeddings": True,
+    "model.embedding_std": 0.0,
+    "model.balance_loss_weight": 0.01,
+    "model.router_jitter": 0.0,
 }
 TINY_RUN = {
     "data.seq_len": 256,
@@ -50,6 +55,8 @@ TINY_RUN = {
     "train.tokens_per_step": 512,
     "train.dtype": "float32",
     "train.warmup_steps": 2,
+    "train.optimizer": "adamw",
+    "train.lr": 5e-3,
     "parallel.context": 2,
     "checkpoint.every_steps": 2,
     "checkpoint.keep_last": 0,

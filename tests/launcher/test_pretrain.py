@@ -56,8 +56,10 @@ def test_what_a_run_leaves_behind(finished, shards):
     folder = finished.folder
     names = {p.name for p in folder.iterdir()}
     wanted = {"config.toml", "environment.json", METRICS_FILE, "logs", CHECKPOINTS, "report.html", "tensorboard"}
-    wanted.add(TIMELINE_FILE)
+    wanted |= {TIMELINE_FILE, "attempts"}
     assert names == wanted
+    for name in ("config.toml", "environment.json"):
+        assert (folder / "attempts" / "001" / name).read_bytes() == (folder / name).read_bytes()
     config = from_values(tomllib.loads((folder / "config.toml").read_text()))
     asked = resolved(load_run_config(flags(shards, folder)), native_bfloat16=has_native_bfloat16(), ranks=2)
     # What the machine decides is written as it was decided: on a CPU nothing is compiled.
@@ -65,7 +67,9 @@ def test_what_a_run_leaves_behind(finished, shards):
     environment = json.loads((folder / "environment.json").read_text())
     assert (environment["world_size"], environment["context"], environment["data"]) == (2, 2, 1)
     assert "--data.train" in environment["command"]
-    assert environment["packages"]["deepspeed"] != "not installed"
+    assert {"deepspeed", "torch", "tokenizers"} <= set(environment["packages"])
+    assert environment["threads"] == 1
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", environment["commit"])
     assert "<html" in (folder / "report.html").read_text()
     log = (folder / "logs" / "rank_0.log").read_text()
     assert "Attention kernel for" in log, "which one, why, and what to install for a faster one"
@@ -101,10 +105,11 @@ def test_going_on_to_more_steps(shards, copied, finished):
     assert rows(copied)[: len(rows(finished.folder))] == rows(finished.folder)
     assert [r["step"] for r in rows(copied)[len(rows(finished.folder)) :]] == [STEPS + 1, STEPS + 2]
     assert f"train.steps {STEPS} → {STEPS + 2}." in (copied / "logs" / "rank_0.log").read_text()
+    assert [p.name for p in sorted((copied / "attempts").iterdir())] == ["001", "002"]
     before = contents(copied)
     run(train, 2, shards, copied, changed)
     after = contents(copied)
-    assert {n for n in after if after[n] != before.get(n)} <= {"environment.json"}, "nothing is left to do"
+    assert after == before, "nothing is left to do, so nothing is written"
 
 
 def test_a_lone_process_needs_no_launcher_no_held_out_documents_and_no_slow_imports(shards, tmp_path):
@@ -186,7 +191,7 @@ def test_resuming_by_the_command_equals_never_stopping(shards, finished, copied)
 def test_a_missing_hostfile_does_not_silently_become_one_rank(shards, tmp_path):
     """That it is found in the command is read in ``cluster/test_hostfile.py``."""
     ended = pretrain(flags(shards, tmp_path / "run", {"parallel.context": 1}), hostfile=tmp_path / "missing")
-    ended.check_one_screen(1, "missing does not exist", "--run.hostfile none")
+    ended.check_one_screen(1, "missing does not exist", "longctx train --ranks N")
     assert not (tmp_path / "run").exists()
 
 
@@ -221,7 +226,9 @@ def test_what_cannot_run_ends_on_every_rank_with_one_screen(shards, copied, tmp_
     ]
     # Whoever has it would train.
     if find_spec("trackio") is None:
-        cases.append(({"run.trackers": "trackio"}, 2, ["trackio is not installed", "pip install -e '.[trackio]'"]))
+        cases.append(
+            ({"run.trackers": "trackio"}, 2, ["trackio is not installed", "pip install 'longctx-train[trackio]'"])
+        )
     run(end_guarded_each, 2, shards, tmp_path / "new", cases)
     assert contents(tmp_path / "new") == {}, "nothing but the log of the failure"
     assert contents(copied) == before

@@ -46,8 +46,8 @@ class Plan:
 
 
 PLANS = {
-    "quickstart": Plan(ranks=2, parameters=1_609_088),
-    "quickstart-experts": Plan(ranks=2, parameters=1_214_848),
+    "quickstart": Plan(ranks=2, parameters=2_133_376),
+    "quickstart-experts": Plan(ranks=2, parameters=1_739_136),
     "recall": Plan(ranks=2, parameters=508_736),
     "dense-1b": Plan(ranks=8, parameters=1_235_814_400),
     "moe-fine-7b-a1b": Plan(ranks=8, source="OLMoE-1B-7B-0924"),

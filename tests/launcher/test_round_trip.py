@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from launcher.cli import main
 from launcher.metrics.record import read_metrics
@@ -31,7 +32,6 @@ from tests.longctx.families import hf_models
 from tests.longctx.families.hf_models import CASES
 from tests.longctx.tokenizer.families import FAMILIES, build
 
-transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 3

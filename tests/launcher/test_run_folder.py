@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.run_folder import HOLDER_FILE, LOGS, _LogFile, hold_folder
+from launcher.run_folder import HOLDER_FILE, LOGS, _LogFile, hold_folder, start_logging
+from launcher.wording import ONLY_IN_FILE
 from longctx.errors import ClusterError
 from tests.launcher.workers import run, train
 
@@ -91,6 +92,29 @@ def test_a_full_log_is_said_once(capsys: pytest.CaptureFixture[str]):
         pytest.fail("nothing was said")
     handler.handle(logging.LogRecord("launcher.training", 20, "", 0, "a line", (), None))
     assert capsys.readouterr().out == ""
+
+
+def test_details_are_in_the_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / LOGS).mkdir()
+    loggers = [logging.getLogger(name) for name in ("launcher", "parallel", "data_pipeline", "longctx", "__main__")]
+    before = [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
+    try:
+        start_logging(tmp_path, 0)
+        logging.getLogger("launcher.training.start").info("for a person")
+        logging.getLogger("launcher.training.start").info("for the file", extra={ONLY_IN_FILE: True})
+        logging.getLogger("longctx.kernels.attention.select").info("the kernel")
+        logging.getLogger("longctx.kernels.attention.select").warning("a slow kernel")
+    finally:
+        for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+            logger.level, logger.propagate, logger.handlers = level, propagate, handlers
+    assert capsys.readouterr().out.split("\n") == ["for a person", "a slow kernel", ""]
+    lines = (tmp_path / LOGS / "rank_0.log").read_text().splitlines()
+    assert [line.rsplit(": ", 1)[1] for line in lines] == [
+        "for a person",
+        "for the file",
+        "the kernel",
+        "a slow kernel",
+    ]
 
 
 SHORT = {"train.steps": 2, "parallel.context": 1, "validation.every_steps": 2}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from data_pipeline.rows.fim import Fim, FimRule
 from data_pipeline.shards.manifest import hash_json
@@ -139,11 +140,10 @@ def test_a_middle_is_not_filled_in_if_its_marks_have_no_rows(tmp_path):
 @pytest.mark.parametrize("named", [SIZE, 9999])
 def test_transformers_loads_what_is_exported(model, tmp_path, caplog, named):
     """It refuses a padding id without a row, which it wrote itself when the token was added."""
-    auto = pytest.importorskip("transformers").AutoModelForCausalLM
     content = tokenizer_json(*TOKENS)
     source = write_model(tmp_path / "hf", content, ids={"pad_token_id": named}, pad_token="[PAD]")
     with pytest.raises(AssertionError, match="Padding_idx"):
-        auto.from_pretrained(str(source), local_files_only=True)
+        AutoModelForCausalLM.from_pretrained(str(source), local_files_only=True)
     done = import_hf(source, tmp_path / "in", verify="auto")
     assert done.no_logits is not None
     assert f"pad_token_id={named}" in done.no_logits
@@ -156,7 +156,6 @@ def test_transformers_loads_what_is_exported(model, tmp_path, caplog, named):
 
 
 def test_several_begin_ids_become_one_in_an_export(tmp_path, caplog):
-    pytest.importorskip("transformers")
     source = write_model(tmp_path / "hf", tokenizer_json(), ids={"bos_token_id": [0, 3], "eos_token_id": [1, 5]})
     done = import_hf(source, tmp_path / "in", verify="auto")
     assert "bos_token_id=[0, 3]" in (done.no_logits or "")

@@ -32,7 +32,9 @@ MAX_ERROR = 1e-5
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[str]:
     """Folders of models, each with what transformers finds: ``loss`` and ``gradients``, by the decoder's names."""
-    pytest.importorskip("transformers").logging.set_verbosity_error()
+    import transformers
+
+    transformers.logging.set_verbosity_error()
     made = []
     for name in FAMILIES:
         model, folder = hf_models.build(hf_models.CASES[name]), tmp_path_factory.mktemp("family") / "hf"

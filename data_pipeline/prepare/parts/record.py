@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.sums import sums_file
 from longctx.files import hash_file
 
-FORMAT = "longctx-part-2"
+FORMAT = "longctx-part-3"
 RECORD_FILE = "part.json"
 SPLITS = ("training", "validation")
 """The splits, each in a folder of its name."""
@@ -46,6 +46,10 @@ class PartRecord:
     """xxh3_128 of the part's list of what was left out; empty if there is none."""
     differences: list[Difference]
     """Where the first few inexact documents differ."""
+    spelling: int = 0
+    """Documents that spell a control token as text."""
+    spelt: dict[str, int] = field(default_factory=dict)
+    """Documents that spell each of those tokens."""
 
     @property
     def documents(self) -> int:

@@ -14,6 +14,7 @@ from data_pipeline.prepare.duplicates.outcome import PartDecision
 from data_pipeline.prepare.duplicates.rule import DuplicateRule
 from data_pipeline.prepare.duplicates.signed import SignedRecord, SignedWriter
 from data_pipeline.prepare.encode import Difference, encode_documents
+from data_pipeline.prepare.encode_controls import SpeltControls, encode_parsed
 from data_pipeline.prepare.encode_conversations import encode_conversations
 from data_pipeline.prepare.encode_pairs import encode_pairs
 from data_pipeline.prepare.left_out import LeftOutFile
@@ -64,6 +65,8 @@ class Job:
     """How conversations are encoded; None if the source has texts."""
     paragraphs: bool = False
     """Whether documents say where their paragraphs begin."""
+    parse_controls: bool = False
+    """Whether a text that spells a control token becomes its id."""
 
 
 def encode_part(
@@ -96,7 +99,10 @@ def encode_part(
         left_out = LeftOutFile(folder)
         reading = Reading(job.read_as, left_out.add)
         chosen = _Chosen(decision, reading.documents(part.pieces), one_by_one=job.chat is not None)
-        inexact, differences = _write_documents(chosen, writers, reading, job=job, tokenizer=tokenizer, advance=advance)
+        spelt = SpeltControls(tokenizer)
+        inexact, differences = _write_documents(
+            chosen, writers, reading, job=job, tokenizer=tokenizer, spelt=spelt, advance=advance
+        )
         for writer in writers.values():
             writer.close()
         record = PartRecord(
@@ -105,6 +111,8 @@ def encode_part(
             examples=reading.left_out.examples,
             left_out=left_out.close(),
             differences=differences,
+            spelling=spelt.documents,
+            spelt=dict(spelt.by_token),
         )
         # The record validates every file: all files and their names must be on disk before it.
         for path in sorted(folder.rglob("*"), reverse=True):
@@ -174,6 +182,7 @@ def _write_documents(
     *,
     job: Job,
     tokenizer: Tokenizer,
+    spelt: SpeltControls,
     advance: Advance,
 ) -> tuple[dict[str, int], list[Difference]]:
     """Encode the part's documents into the splits' writers; return inexact counts by split and first differences."""
@@ -183,8 +192,10 @@ def _write_documents(
     size = group_characters(tokenizer.threads)
     if job.read_as.fields.kind == PAIRS:
         documents = encode_pairs(chosen, tokenizer, size)
+    elif job.parse_controls:
+        documents = encode_parsed(chosen, tokenizer)
     elif job.chat is None:
-        documents = encode_documents(chosen, tokenizer, size, paragraphs=job.paragraphs)
+        documents = encode_documents(spelt.noting(chosen), tokenizer, size, paragraphs=job.paragraphs)
     else:
         documents = encode_conversations(chosen, ChatEncoder(tokenizer, job.chat), reading.note)
     for number, (encoded, difference) in enumerate(documents, start=1):

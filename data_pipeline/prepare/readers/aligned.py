@@ -97,7 +97,9 @@ def read_catalogue(source: OpenFile, fields: Fields) -> Iterator[Item]:
     try:
         import polib
     except ImportError as error:
-        raise ConfigError(f"{source.name} is read by polib, which is not installed: pip install '.[po]'.") from error
+        raise ConfigError(
+            f"{source.name} is read by polib, which is not installed: pip install 'longctx-train[po]'."
+        ) from error
     missing = next((field for field in fields.names if field not in _FIELDS), "")
     if missing:
         yield no_field(source.name, missing, _FIELDS, _FIELDS)

@@ -54,7 +54,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if missing:
             raise ConfigError(
                 f"run.trackers names {name}, but {' and '.join(missing)} is not installed where rank 0 runs.\n"
-                f"Try `pip install -e '.[{name}]'`, or leave it out: metrics.jsonl and TensorBoard have the "
+                f"Try `pip install 'longctx-train[{name}]'`, or leave it out: metrics.jsonl and TensorBoard have the "
                 "same numbers."
             )
 

@@ -115,6 +115,8 @@ def _whole_lines(path: Path) -> Iterator[str]:
 def _row_of(cells: dict[str, Any]) -> ScoreRow | LossRow:
     if cells.pop("kind") == "loss":
         return LossRow.of_cells(cells)
+    # Rows of earlier releases have no excerpt.
+    cells.setdefault("excerpt", "")
     # Require exactly these columns: another release's row would be misread.
     names = [column.name for column in fields(ScoreRow)]
     return ScoreRow(**{**{name: cells[name] for name in names}, "answers": tuple(cells["answers"])})

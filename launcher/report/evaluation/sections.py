@@ -97,6 +97,14 @@ def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None 
     if scores:
         caption = f"{evaluation.caption}. Mean score, its interval of 95 % and the number of samples."
         parts.append(Section(title=title, caption=caption, table=_score_table(scores, area_rows(evaluation))))
+    failed = _first_failures(evaluation)
+    if failed:
+        caption = (
+            "Of each task the first sample below its best score: whether the model or the question's form is wrong "
+            "can often be read from one."
+        )
+        table = Table(headings=["Task, length", "Prompt, wanted answer, output"], rows=failed, has_text=True)
+        parts.append(Section(title=f"{name}: a sample that failed", caption=caption, table=table))
     losses = loss_rows(evaluation)
     if losses:
         caption = f"{evaluation.caption}. longppl is the perplexity of those tokens that need far context."
@@ -105,6 +113,19 @@ def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None 
         Section(title=f"{name}: {picture.title}", caption=picture.caption, picture=Markup(picture.svg))
         for picture in drawn
     ]
+
+
+def _first_failures(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """Return task and length, and what was asked, wanted and written, of each task's first sample that failed."""
+    found: dict[str, tuple[str, str]] = {}
+    for row in evaluation.scores:
+        if row.excerpt and row.task not in found:
+            where = f"{row.task}, {row.length:,}"
+            if row.depth is not None:
+                where += f", depth {row.depth:g}"
+            text = f"{row.excerpt}\n\nwanted: {' | '.join(row.answers)}\noutput: {row.output.strip() or '(nothing)'}"
+            found[row.task] = (where, text)
+    return list(found.values())
 
 
 def _ruler_picture(evaluation: Evaluation, rows: Rows) -> Picture:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launcher.training.hook import StepHook
 from launcher.training.hooks.audit import StepAudit
+from launcher.training.hooks.collapse import Collapse
 from launcher.training.hooks.compiling import CompileWatch
 from launcher.training.hooks.dead_experts import DeadExperts
 from launcher.training.hooks.message_sums import MessageSums
@@ -29,6 +30,7 @@ def step_hooks(run: Run) -> list[StepHook]:
     hooks.append(ReplicaWatch(run))
     if run.is_rank_0:
         hooks += [PlanWatch(run.expected), DeadExperts(run.model, run.expert_layers, run.model.num_experts)]
+        hooks.append(Collapse(run.model, run.expert_layers))
     if run.is_rank_0 and run.config.train.compile == "on":
         hooks.append(CompileWatch())
     return hooks

@@ -42,12 +42,12 @@ class DeadExperts(StepHook):
 
     def warning(self, names: Sequence[str], step: int) -> str:
         """Return the message about experts that ``find`` has found."""
-        model, what, them = self._model, "are dead experts", "them"
+        what, them = "are dead experts", "them"
         if len(names) == 1:
             what, them = "is a dead expert", "it"
         return (
-            f"{first_names(names)} {what}: no token chose {them} in steps "
-            f"{step - self._window + 1} to {step}. What helps: a larger model.balance_loss_weight (now "
-            f"{model.balance_loss_weight:g}), model.selection_bias with model.selection_bias_rate (DeepSeek-V3: 1e-3; "
-            f"now {model.selection_bias_rate:g}), or a longer train.warmup_steps. Said once for each expert."
+            f"{first_names(names)} {what}: no token chose {them} in steps {step - self._window + 1} to {step}. What "
+            f"helps: a larger model.balance_loss_weight (now {self._model.balance_loss_weight:g}), "
+            "model.selection_bias with model.selection_bias_rate (DeepSeek-V3: 1e-3; now "
+            f"{self._model.selection_bias_rate:g}), or a longer train.warmup_steps. Said once for each expert."
         )

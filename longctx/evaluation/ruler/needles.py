@@ -42,6 +42,9 @@ class Needles:
         units = units_by_estimate(draw, budget, step=step)
         # NVIDIA's script silently repeats its essays then, which gives a different text.
         if haystack is not None and self.haystack == "essay" and units > haystack.num_words:
+            smallest = budget.tokens(draw(step).prompt)
+            if smallest + budget.answer_tokens > budget.total:
+                raise budget.too_small(smallest)
             filled = budget.tokens(draw(haystack.num_words).prompt) + budget.answer_tokens + budget.reserved
             raise haystack.too_short(budget.task, budget.length, filled=filled)
         while True:

@@ -25,7 +25,7 @@ def read_words(name: str) -> list[str]:
     if installed != VERSION:
         raise ConfigError(
             f"RULER's words are those of wonderwords {VERSION}; installed is {installed}. "
-            f"Install it: pip install wonderwords=={VERSION} (or the extra: pip install '.[eval]')."
+            f"Install it: pip install wonderwords=={VERSION}"
         )
     text = (files("wonderwords") / "assets" / name).read_text(encoding="utf-8")
     return [line.rstrip() for line in text.splitlines()]

@@ -25,9 +25,9 @@ COPIED_VALUES = 1 << 24
 def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
     """Return the initial value of the parameter ``name``, float32 on the CPU.
 
-    Norms multiply by 1, biases and sinks are 0; all others are normal with ``config.init_std``. Projections that write
-    to the residual stream are smaller by the root of their number, which keeps its variance independent of depth
-    (GPT-2).
+    Norms multiply by 1, biases and sinks are 0; all others are normal with ``config.init_std``, token embeddings with
+    ``config.embedding_std`` if it is set. Projections that write to the residual stream are smaller by the root of
+    their number, which keeps its variance independent of depth (GPT-2).
     """
     numel = torch.Size(shape).numel()
     return InitialTensor(name, numel, config, seed).read(0, numel).view(shape)
@@ -76,6 +76,8 @@ class InitialTensor:
         """Set up the tensor; ``numel`` is the number of values of the full model's tensor."""
         self._name, self._numel, self._seed = name, numel, seed
         self._constant, self._std = _constant(name, config), config.init_std
+        if name.endswith("embed_tokens.weight") and config.embedding_std:
+            self._std = config.embedding_std
         self._function = _function_of(name, config)
         if "conv1d" in name:
             self._std = (3 * config.delta_conv) ** -0.5

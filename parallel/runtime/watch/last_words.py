@@ -76,6 +76,8 @@ def end_process(code: int) -> NoReturn:
 def _say_after_launcher(words: str) -> bool:
     """Start a process that says it later; return whether it was started."""
     launcher = launcher_above()
+    if launcher is not None and launcher.is_ours:
+        return False
     # A stream without a descriptor is a test's.
     if (launcher is None and _terminal is None) or sys.stderr is not sys.__stderr__:
         return False

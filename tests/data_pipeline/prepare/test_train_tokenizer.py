@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -12,6 +13,23 @@ from longctx.errors import DataError
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.sentencepiece_model import DOCUMENT_END
+
+WORDS = [
+    "river",
+    "stone",
+    "cloud",
+    "market",
+    "window",
+    "garden",
+    "letter",
+    "winter",
+    "bridge",
+    "silver",
+    "engine",
+    "forest",
+    "harbour",
+    "morning",
+]
 
 
 def test_documents_are_framed_by_ids_that_text_cannot_make(tokenizer: Tokenizer):
@@ -57,6 +75,29 @@ def test_a_vocabulary_that_does_not_fit_names_one_that_does(source: Source, tmp_
     assert not output.exists()
     nearest = int(str(caught.value).split("Try ")[1].split()[0])
     assert train_tokenizer(source, output, vocab_size=nearest).vocab_size == nearest
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_rare_characters_of_a_small_vocabulary_become_bytes(tmp_path: Path, caplog, kind: str):
+    """A README in another script must not stop a tokenizer of 512 ids: every text comes back all the same."""
+    rare = "".join(map(chr, range(0x4E00, 0x4E00 + 2000)))
+    draw = Random(0)
+    plain = [" ".join(draw.choices(WORDS, k=9)) + "." for _ in range(400)]
+    plain += ["".join(draw.choices("aeiounrst", k=6)) for _ in range(400)]
+    plain += [f"The {word} is here, and it is long enough." for word in WORDS]
+    texts = [*plain, rare, "naïve Fußgänger"]
+    tokenizer = train_tokenizer(documents_of(texts), tmp_path / "a.model", vocab_size=512, kind=kind)
+    assert tokenizer.vocab_size == 512
+    assert "the rarer ones become their bytes" in caplog.text
+    for text in texts:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("river stone cloud")) < 12, "common words have pieces"
+    assert train_tokenizer(documents_of(texts), tmp_path / "b.model", vocab_size=512, kind=kind) is not None
+    assert (tmp_path / "a.model").read_bytes() == (tmp_path / "b.model").read_bytes()
+
+
+def documents_of(texts: list[str]) -> list[Document]:
+    return [Document(name=f"{number}", text=text) for number, text in enumerate(texts)]
 
 
 def test_no_documents_is_an_error(tmp_path: Path):

@@ -345,8 +345,9 @@ def test_tasks_are_asked_by_the_template(capsys, model, tmp_path):
         REPOSITORY / "docs",
     ]
     words += ["--lengths", 700, "--output", output]
-    code, _, err = call(capsys, *words, "--chat")
+    code, out, err = call(capsys, *words, "--chat-template", "auto")
     assert code == 0, err
+    assert "Asked by the model's chat template." in out
     (row,) = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
     tokenizer = load_tokenizer(folder)
     haystack = Haystack(read_texts(REPOSITORY / "docs"), source="docs")
@@ -362,10 +363,22 @@ def test_tasks_are_asked_by_the_template(capsys, model, tmp_path):
     assert row["output"] == tokenizer.decode(new_ids)
     code, _, err = call(capsys, *words)
     assert (code, "chat: there" in err) == (2, True), err
+    assert "has a chat template. --chat-template auto asks by it" in err
 
 
 def test_tasks_that_ask_nothing_are_refused(capsys, model, tmp_path):
-    words = ["evaluate", "--checkpoint", model, "--output", tmp_path / "out", "--lengths", 700, "--chat", "--tasks"]
+    words = [
+        "evaluate",
+        "--checkpoint",
+        model,
+        "--output",
+        tmp_path / "out",
+        "--lengths",
+        700,
+        "--chat-template",
+        "auto",
+        "--tasks",
+    ]
     for tasks, said in (("probes,niah", "copy and associative_recall"), ("ppl", "ppl read texts as they are")):
         code, _, err = call(capsys, *words, tasks)
         assert (code, said in err) == (2, True), err

@@ -77,6 +77,14 @@ def test_build_joins_the_files_of_a_directory(capsys, world, tmp_path):
     assert "they need --join directory" in refused(capsys, 2, *words, tmp_path / "none", "--join-depth", "1")
 
 
+def test_what_comes_next_is_a_run_of_this_vocabulary(capsys, world, tmp_path):
+    words = ["data", "build", "--source", world / "corpus", "--tokenizer", world / "tokenizer.model", "--output"]
+    out = succeed(capsys, *words, tmp_path / "d")
+    (following,) = [line for line in out.splitlines() if line.startswith("Next: ") and " train " in line]
+    ids = json.loads((tmp_path / "d" / "manifest.json").read_text())["vocab_size"]
+    assert following.endswith(f"--data.train {tmp_path / 'd'} --model.vocab_size {ids}")
+
+
 def test_build_asks_for_what_it_was_asked(capsys, world, tmp_path, monkeypatch):
     asked: dict[str, object] = {}
 

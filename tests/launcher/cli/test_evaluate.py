@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.shards.reader import ShardSet
 from longctx.errors import LongCtxError
 from tests.data_pipeline.stores.conftest import fill, server, store  # noqa: F401  (fixtures)
 from tests.data_pipeline.stores.s3_server import Store
@@ -251,7 +252,7 @@ def test_a_hugging_face_folder_gives_the_same(capsys, world, run, evaluated, tmp
     arguments = words(world / "hf", tmp_path / "out", haystack=haystack, **given)
     code, _, err = call(capsys, *arguments)
     assert code == 0, err
-    assert "leaves these depths without a sample: 0.5, 0.25" in err
+    assert "leaves these depths without a sample: 0.25, 0.5" in err
     wanted = [row for row in lines(evaluated) if (row["task"], row["length"]) == ("passkey", 320)]
     assert lines(tmp_path / "out") == wanted
 
@@ -318,7 +319,7 @@ BAD = [
     ({"depths": "0,2"}, 2, ["depths", "fractions from 0 to 1"]),
     ({"checkpoint": "EMPTY"}, 1, ["neither a checkpoint"]),
     ({"haystack": "NOWHERE"}, 2, ["NOWHERE does not exist"]),
-    ({"parallel.context": 3}, 2, ["parallel.context=3 does not divide the 1 ranks", "--num_gpus 3"]),
+    ({"parallel.context": 3}, 2, ["parallel.context=3 does not divide the 1 rank", "--ranks 3"]),
 ]
 
 
@@ -334,6 +335,53 @@ def test_bad_input_is_one_screen_before_anything_is_allocated(capsys, run, tmp_p
         assert part in err
     assert len(err.splitlines()) < SCREEN
     assert not (tmp_path / "out").exists()
+
+
+def test_what_does_not_fit_is_left_out_and_the_rest_is_measured(capsys, run, evaluated, tmp_path):
+    shards = ShardSet.open(run.parent / "data/validation")
+    beyond = max(len(shards.document(number)) for number in range(shards.num_documents)) + 1
+    given = {"lengths": f"40,320,{beyond}", "beyond-positions": True}
+    arguments = words(run, tmp_path / "out", tasks="niah,passkey,ppl", **given)
+    arguments = [str(word).replace("--beyond-positions=True", "--beyond-positions") for word in arguments]
+    code, _, err = call(capsys, *arguments)
+    assert code == 0, err
+    assert "no prompt of the task fits the length: niah at 40, passkey at 40" in err
+    assert f"Left out, ppl and longppl at {beyond:,}: the longest document" in err
+    found = {(row["task"], row["length"]) for row in lines(tmp_path / "out")}
+    wanted = {("niah", 320), ("passkey", 320), ("niah", beyond), ("passkey", beyond), ("ppl", 40), ("ppl", 320)}
+    assert found == wanted
+    same = [row for row in lines(evaluated) if (row["task"], row["length"]) == ("niah", 320)]
+    assert [row for row in lines(tmp_path / "out") if (row["task"], row["length"]) == ("niah", 320)] == same
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "a sample that failed" in page
+
+
+def test_no_haystack_is_read_for_prompts_that_fit_nowhere(capsys, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher.evaluation.subject.read_texts", lambda folder: pytest.fail("the text was read"))
+    err = refused(capsys, 2, *words(run, tmp_path / "out", tasks="niah,ruler_niah_single_2", lengths="40,50"))
+    assert "length=40: the shortest prompt of task niah has" in err
+
+
+@pytest.mark.slow
+def test_a_folder_of_no_run_is_asked_about_the_standard_library(capsys, world, run, tmp_path):
+    assert run.parent == world, "the run's fixture writes the folder"
+    given = {"tasks": "niah", "lengths": "320", "samples": 2, "haystack": None}
+    code, _, err = call(capsys, *words(world / "hf", tmp_path / "out", **given))
+    assert code == 0, err
+    assert "is in no run whose validation folder is here: the text is the source of Python's standard library" in err
+    assert len(lines(tmp_path / "out")) == 2
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["text_folder"] == "stdlib"
+
+
+def test_words_of_other_tools_are_understood(run, tmp_path):
+    arguments = [
+        str(word).replace("--samples", "--limit") for word in words(run, tmp_path / "out", lengths="4k,1M,512")
+    ]
+    options = options_of(["eval", *arguments[1:]])
+    assert (options.samples, options.lengths) == (2, (512, 4096, 1_048_576))
+    for wrong in ("k", "4kk", "4 096", "1e3"):
+        with pytest.raises(LongCtxError, match="whole numbers of tokens"):
+            options_of(words(run, tmp_path / "out", lengths=wrong))
 
 
 def test_a_haystack_of_a_few_words_is_refused(capsys, run, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from launcher.cli.chats import Chats
 from launcher.cli.console import program
 from launcher.cli.corpus import Duplicates, Workers
-from launcher.cli.verbs import ELSEWHERE, VERBS, Verb, parse
+from launcher.cli.verbs import VERBS, Verb, parse
 from longctx import __version__
 from tests.helpers import REPOSITORY
 from tests.launcher.cli.calls import call, refused, start, succeed
@@ -48,7 +48,7 @@ class TestHelp:
         out = succeed(capsys, "--help")
         assert listed_in(out) == set(VERBS)
         examples = examples_in(out)
-        assert len(examples) == 6
+        assert len(examples) == 7
         for words in examples:
             assert callable(parse(words))
 
@@ -74,6 +74,7 @@ class TestHelp:
             "chats": Chats(),
             "exact": True,
             "paragraphs": False,
+            "special_tokens": "text",
             "overwrite": True,
             "without": [],
             "json": True,
@@ -81,6 +82,24 @@ class TestHelp:
 
     def test_the_version(self, capsys):
         assert call(capsys, "--version")[:2] == (0, f"longctx {__version__}\n")
+
+    @pytest.mark.parametrize(
+        ("typed", "offered"),
+        [
+            (["tok"], {"tokenizer"}),
+            (["data", "p"], {"pack", "plan", "practice"}),
+            (["data", "build", "--tok"], {"--tokenizer"}),
+            (["convert", "--fr"], {"--from"}),
+            (["train", "--config", "run.toml", "--train.war"], {"--train.warmup_steps"}),
+            (["report", "runs/fir"], set()),
+        ],
+    )
+    def test_bash_completes(self, capsys, tmp_path, typed, offered):
+        (tmp_path / "completion").write_text(succeed(capsys, "--completion"))
+        words = shlex.join(["longctx", *typed])
+        script = f"COMP_WORDS=({words}); COMP_CWORD={len(typed)}; source completion; _longctx; echo ${{COMPREPLY[@]}}"
+        out = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        assert set(out.split()) == offered
 
     def test_help_imports_nothing_heavy_and_comes_at_once(self):
         script = (
@@ -94,17 +113,6 @@ class TestHelp:
         assert done.returncode == 0, done.stderr
         # Processor time, which a busy machine does not stretch: 0.1 s.
         assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
-
-    @pytest.mark.parametrize("name", ELSEWHERE)
-    def test_names_of_other_programs_are_not_advertised_and_say_what_to_start(self, capsys, name):
-        words = name.split()
-        _, overview, _ = call(capsys, *words[:-1], "--help")
-        assert listed_in(overview)
-        assert name not in listed_in(overview)
-        err = refused(capsys, 2, *words, "--anything", "goes")
-        assert f"launcher/{name}.py" in err
-        assert (REPOSITORY / "launcher" / f"{name}.py").is_file()
-        assert err.count("\n") == 1
 
 
 class TestWrongUsage:
@@ -129,7 +137,7 @@ class TestWrongUsage:
         ("words", "nearest"),
         [
             (["data", "inspct", "x"], "data inspect"),
-            (["train"], "tokenizer train"),
+            (["trian"], "train"),
             (["tokenizer", "train", "--source", "stdlib"], "--vocab-size INT, --output F.model"),
             (["convert", "--to", "gguf", "a", "b"], "'hf'"),
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 import tomllib
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from launcher.cluster.exit import DONE, WRONG_USAGE, run_to_exit_code
-from launcher.config.help import _CHOICES, _EXAMPLES
+from launcher.config.flags import take_flag
+from launcher.config.help import _EXAMPLES, _FIRST, CHOICES_OF, first_settings
 from launcher.config.load import from_values, load_run_config
-from launcher.config.sections import RunConfig
+from launcher.config.sections import RunConfig, TrainSection
 from launcher.pretrain import main
 from launcher.recipes.find import QUICKSTART, find_config, recipes
 from longctx.architecture.rope import Rope
@@ -41,7 +43,15 @@ class TestRecipes:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "quickstart.toml").write_text('[model]\npreset = "quickstart"\n[train]\nsteps = 3\n')
         assert load_run_config(["--config", "quickstart.toml"]).train.steps == 3
-        assert load_run_config(["--config", "quickstart"]).train.steps == 700
+        assert load_run_config(["--config", "quickstart"]).train.steps == 175
+
+    @pytest.mark.parametrize("file", [[], ["--config", "quickstart"]])
+    def test_the_quickstarts_rates_are_for_its_own_models(self, file):
+        own = load_run_config([*file, "--model.preset", "quickstart-dense"]).train
+        assert (own.optimizer, own.lr) == ("muon", 7e-3)
+        other = load_run_config([*file, "--model.preset", "llama-3.1-8b"]).train
+        assert (other.optimizer, other.lr, other.steps) == (TrainSection.optimizer, TrainSection.lr, own.steps)
+        assert load_run_config([*file, "--model.preset", "llama-3.1-8b", "--train.optimizer", "muon"]).train.lr == 3e-4
 
     @pytest.mark.parametrize("given", ["quikstart", "missing/quickstrat.toml"])
     def test_another_name_is_answered_with_the_list_and_the_nearest(self, given):
@@ -66,6 +76,29 @@ class TestPrintedConfig:
         code, out, err = said(["--print-config", "--train.nonsense", "1"], capfd, monkeypatch)
         assert (code, out) == (WRONG_USAGE, "")
         assert "--train.nonsense" in err
+
+
+class TestSchema:
+    def test_describes_every_key_and_what_it_takes(self, capfd, monkeypatch):
+        schema = json.loads(said(["--print-schema"], capfd, monkeypatch)[1])
+        assert set(schema["properties"]) == set(SECTIONS)
+        train = schema["$defs"]["TrainSection"]
+        assert train["additionalProperties"] is False
+        assert set(train["properties"]) == {f.name for f in dataclasses.fields(RunConfig().train)}
+        assert all(entry["description"] for entry in train["properties"].values())
+        assert train["properties"]["lr"]["type"] == "number"
+        assert train["properties"]["keep"]["enum"] == ["all", "attention", "inputs"]
+        assert "quickstart" in schema["$defs"]["ModelSection"]["properties"]["preset"]["enum"]
+
+    @pytest.mark.parametrize("name", recipes())
+    def test_takes_every_recipe_and_refuses_what_the_reader_refuses(self, name, capfd, monkeypatch):
+        jsonschema = pytest.importorskip("jsonschema")
+        validator = jsonschema.Draft202012Validator(json.loads(said(["--print-schema"], capfd, monkeypatch)[1]))
+        values = tomllib.loads(find_config(name).read_text())
+        assert list(validator.iter_errors(values)) == []
+        for section, key, value in (("train", "lr", "1e-3"), ("train", "stepps", 3), ("trian", "lr", 1.0)):
+            wrong = {**values, section: {**values.get(section, {}), key: value}}
+            assert list(validator.iter_errors(wrong)), (section, key)
 
 
 def keys_of(section: Any, prefix: str) -> list[str]:
@@ -97,8 +130,16 @@ class TestHelp:
         assert shown == {f"--{name}" for name in keys_of(getattr(RunConfig(), section), section)}
         assert f"--{section}." in out.splitlines()[-1]
 
+    def test_the_first_settings_are_those_of_the_long_help(self, capfd, monkeypatch):
+        out, first = said(["--help", "all"], capfd, monkeypatch)[1], first_settings(load_run_config([]))
+        assert [line.split()[0] for line in first.splitlines() if line.startswith("  --")][: len(_FIRST)] == [
+            f"--{name}" for name in _FIRST
+        ]
+        for paragraph in first.split("\n\n")[0].splitlines()[1:]:
+            assert paragraph in out
+
     def test_of_a_key_and_of_a_table_within_a_section(self, capfd, monkeypatch):
-        assert "--train.lr NUMBER  (default: 0.005)" in said(["--help", "train.lr"], capfd, monkeypatch)[1]
+        assert "--train.lr NUMBER  (default: 0.007)" in said(["--help", "train.lr"], capfd, monkeypatch)[1]
         out = said(["--help", "model.rope"], capfd, monkeypatch)[1]
         assert out.count("  --model.") == out.count("  --model.rope.") == len(dataclasses.fields(Rope))
 
@@ -108,12 +149,12 @@ class TestHelp:
         assert "--train.keep {all,attention,inputs}  (default: attention)" in out
 
     @pytest.mark.few(2)
-    @pytest.mark.parametrize("name", _CHOICES)
+    @pytest.mark.parametrize("name", CHOICES_OF)
     def test_closed_sets_are_choices_and_each_is_known(self, name, capfd, monkeypatch):
         out = said(["--help", name], capfd, monkeypatch)[1]
-        assert "{" + ",".join(str(choice) for choice in _CHOICES[name]) + "}" in out
+        assert "{" + ",".join(str(choice) for choice in CHOICES_OF[name]) + "}" in out
         # What is wrong with a choice elsewhere in the config is another matter: none may be unknown.
-        for choice in _CHOICES[name]:
+        for choice in CHOICES_OF[name]:
             problem = ""
             try:
                 load_run_config([f"--{name}", str(choice)])
@@ -125,6 +166,7 @@ class TestHelp:
     def test_every_example_parses(self, line, tmp_path, monkeypatch):
         (tmp_path / "run.toml").write_text(Path(QUICKSTART).read_text())
         monkeypatch.chdir(tmp_path)
-        words = shlex.split(line)
-        arguments = words[words.index("launcher/pretrain.py") + 1 :]
+        program, verb, *arguments = shlex.split(line)
+        assert (program, verb) == ("longctx", "train")
+        arguments, _ = take_flag(arguments, "--ranks")
         load_run_config([word for word in arguments if word != "--print-config"])

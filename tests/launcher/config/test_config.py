@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 
 from launcher.cluster import exit as exit_module
 from launcher.cluster.exit import WRONG_USAGE, run_to_exit_code
+from launcher.config.absent import _ELSEWHERE
 from launcher.config.check import check_run
-from launcher.config.load import from_values, load_run_config
+from launcher.config.load import from_values, known_keys, load_run_config
 from launcher.config.sections import RunConfig
 from launcher.pretrain import main
 from launcher.recipes.find import QUICKSTART
@@ -25,7 +27,7 @@ from longctx.untrusted.git_lfs import POINTER_LINE
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import SCREEN, resolved
 
-DENSE = ["--model.num_experts", "0", "--model.shared_ffn_size", "0"]
+DENSE = ["--model.preset", "quickstart-dense"]
 STAGE_3 = ["--zero.stage", "3"]
 OF_ZERO = [
     (["--zero.stage", "many"], ["many", "auto"]),
@@ -178,7 +180,11 @@ def test_a_whole_number_serves_where_a_fraction_is_meant(tmp_path):
         ('[train]\nsteps = "5"\n', ["train.steps='5'", "integer"]),
         ("[parallel]\ndeterministic = 1\n", ["parallel.deterministic=1", "boolean"]),
         ("[data]\nverify = 'always'\n", ["data.verify='always'", "'read', 'start' or 'off'"]),
-        ("[train]\nlr = '1e-3'\n", ["train.lr='1e-3'", "number"]),
+        ("[train]\nlr = '1e-3'\n", ["train.lr='1e-3'", "number", "without quotes"]),
+        ("learning_rate = 1e-3\n", ["there is no key learning_rate here", "train.lr"]),
+        ("[train]\ngradient_accumulation_steps = 2\n", ["train.gradient_accumulation_steps", "train.tokens_per_step"]),
+        ("[training]\nbf16 = true\n", ["training.bf16", 'train.dtype is "bfloat16"']),
+        ("[train]\nlr = 1e-3\nlr = 2e-3\n", ["is not TOML: Cannot overwrite a value", "That line is 'lr = 2e-3'"]),
         ("[train]\ndtype = 'float16'\n", ["train.dtype='float16'", "bfloat16"]),
         ("[data]\ntrain = ['a', 'b']\n", ["data.train=['a', 'b']", "string"]),
         ("[data]\ntrain = 2026-01-01\n", ["2026-01-01 is a date", "quotes"]),
@@ -195,6 +201,23 @@ def test_a_file_is_read_strictly(tmp_path, text, said):
     for words in said:
         assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) < SCREEN
+
+
+@pytest.mark.parametrize("word", _ELSEWHERE)
+def test_words_of_other_trainers_are_no_keys_of_ours_and_lead_to_one(word):
+    """What stands behind a word names a key that there is, and the first one is the answer."""
+    first = re.search(r"\b(?:train|data|run|zero|parallel|checkpoint|validation)\.[a-z_]+", _ELSEWHERE[word])
+    assert first
+    assert first[0] in known_keys()
+    with pytest.raises(ConfigError, match=f"there is no key {word} here"):
+        load_run_config([f"--{word.replace('_', '-')}", "1"])
+
+
+def test_yaml_and_json_are_told_what_a_config_is(tmp_path):
+    for name in ("run.yaml", "ds_config.json"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(ConfigError, match=rf"{name} is no TOML: `lr = 1e-4` in the section"):
+            load_run_config(["--config", str(tmp_path / name)])
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):

@@ -127,7 +127,7 @@ class TestAskingAll:
     def test_one_host_without_ssh_is_told_how_to_do_without(self, tmp_path, monkeypatch):
         (each,) = self.ask(tmp_path, monkeypatch, "exit 255", {"localhost": 2})
         assert worst(each.findings) == "fail"
-        assert "deepspeed --num_gpus 2" in each.findings[0].advice
+        assert "longctx train --ranks 2" in each.findings[0].advice
 
     def test_a_folder_that_cannot_be_written_is_told_and_all_else_is_asked(self, tmp_path, monkeypatch):
         (each,) = self.ask(tmp_path, monkeypatch, "", {"localhost": 8}, folder="/sys/kernel")

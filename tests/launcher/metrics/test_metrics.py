@@ -245,6 +245,25 @@ def test_console_line_of_a_step() -> None:
     assert console_line(train(499), 500).startswith("step 499/500  99%"), "not done before the last step"
 
 
+@pytest.mark.parametrize("columns", [60, 80, 100, 120])
+def test_a_terminals_line_fits_it_and_loses_what_matters_least(columns: int) -> None:
+    record = TRAIN | {"goodput": 0.9, "max_memory_bytes": 2**30, "mfu": 0.4, "expert_dropped_share": [0.25]}
+    whole = console_line(record, 500, seconds_left=201.0).split("  ")
+    short = console_line(record, 500, seconds_left=201.0, columns=columns)
+    assert len(short) <= columns
+    parts = short.split("  ")
+    assert [part for part in whole if part in parts] == parts, "the order stays"
+    assert {"loss 5.1023", "10.1k tok/s", "3 min left"} <= set(parts)
+    assert "goodput 90.0%" not in parts
+
+
+def test_a_validations_line_says_what_it_is_compared_with() -> None:
+    record = {"kind": "validation", "step": 4, "loss": 8.0, "unigram_entropy": 4.9290, "num_targets": 6100}
+    line = "step 4/4 100%  validation loss {}  {} the token frequencies' 4.9290  6.1k targets"
+    assert console_line(record, 4) == line.format("8.0000", "3.0710 nats above")
+    assert console_line(record | {"loss": 4.0}, 4) == line.format("4.0000", "0.9290 nats below")
+
+
 def test_time_left_counts_validations_and_forgets_old_steps() -> None:
     pace = Pace(10, 100.0)
     assert pace.seconds_left(10, 20, 105.0) is None, "validated, no step taken"

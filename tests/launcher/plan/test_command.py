@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -68,6 +69,32 @@ def test_wrong_words_are_refused_on_one_screen(capsys, words, says):
     err = refused(capsys, 2, "plan", *QUICK, *words)
     assert says.lower() in err.lower()
     assert err.count("\n") < 12
+
+
+def test_a_degree_that_is_offered_is_a_run(capsys):
+    """12 ranks: 6 and 12 divide them, and no row of 131,072 tokens."""
+    words = ["plan", "--config", "llama-3.1-8b-128k", "--ranks", 12, "--train.tokens_per_step", 1_572_864]
+    err = refused(capsys, 2, *words)
+    offered = re.search(r"Try parallel\.context=(\d+) \(any of \[([\d, ]+)\]\)", err)
+    assert offered, err
+    assert (offered[1], offered[2]) == ("4", "1, 2, 4")
+    for degree in offered[2].split(", "):
+        code, _, err = call(capsys, *words, "--parallel.context", degree)
+        assert code in (0, 1), err
+
+
+@pytest.mark.slow
+def test_one_question_has_one_answer_and_the_exit_code_says_whether_it_fits(capsys):
+    """Seconds of a step of 1,048,576 tokens in one row: as longer rows of one plan, and as another plan."""
+    words = ["plan", "--config", "llama-3.1-8b-128k", "--ranks", 8]
+    shorter = succeed(capsys, *words)
+    found = re.search(r"Rows of 1,048,576 tokens fit with: .* \((.*), (.*) s a step of 1,048,576 tokens\)", shorter)
+    assert found, shorter
+    code, _, _ = call(capsys, *words, "--data.seq_len", 1048576, "--train.tokens_per_step", 1048576)
+    assert code == 1, "not with the recipe's own settings"
+    asked = ["--data.seq_len", 1048576, "--train.tokens_per_step", 1048576, "--parallel.ulysses", 1, "--search"]
+    longer = succeed(capsys, *words, *asked)
+    assert f"{found[2]} s" in longer
 
 
 def plan(python: str, *words: str) -> subprocess.CompletedProcess[str]:

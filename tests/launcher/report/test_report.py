@@ -114,7 +114,7 @@ def test_the_page_has_every_part_and_tells_of_resumes_and_discarded_rows(full_pa
 def test_key_figures(full_page: str) -> None:
     found = dict(re.findall(r'class="label">(.*?)</div><div class="value">(.*?)</div>', full_page))
     assert found == {
-        "Training loss": "6.0000",
+        "Training loss": "6.9500",
         "Validation loss": "5.0000",
         "Perplexity": "148.4",
         "Unigram entropy": "6.5000",
@@ -227,6 +227,15 @@ def test_smoothing_keeps_a_line_and_skips_what_is_not_finite() -> None:
     smooth = series.smoothed().values
     assert np.isfinite(smooth).all()
     np.testing.assert_allclose(smooth[40:61], values[40:61], atol=0.6)
+
+
+def test_the_smoothed_curve_has_no_hook_at_its_end() -> None:
+    """One odd last step moves the end of the curve by its share of the steps that the curve's end is made of."""
+    values = np.full(600, 5.0)
+    values[-1] = 6.0
+    smooth = report_figures.Series(steps=np.arange(600.0), values=values).smoothed().values
+    assert np.abs(smooth - 5.0).max() < 0.2
+    assert np.abs(np.diff(smooth)).max() < 0.05
 
 
 def test_thinning_is_the_mean_of_equal_groups() -> None:

@@ -51,6 +51,23 @@ def test_whoever_is_killed_the_metrics_are_those_of_an_undisturbed_run(shards, t
     assert rows(folder) == rows(tmp_path / "undisturbed"), "to the last bit"
 
 
+@pytest.mark.parametrize("victim", ["rank", "command"])
+def test_so_they_are_under_our_own_verb(shards, tmp_path, victim):
+    """Nobody outlives the attempt that started it: two runs would write one folder."""
+    folder = tmp_path / "run"
+    words = [sys.executable, "-m", "launcher", "run", "--wait-seconds", "0", "--", sys.executable, "-m", "launcher"]
+    launch = Launch([*flags(shards, folder), "--ranks", "2"], script="train", starter=words)
+    launch.wait_until(lambda: bool(list_checkpoints(folder)), timeout=LIMIT / 2)
+    ranks = [process for process in launch.family() if "launcher/pretrain.py" in " ".join(process.cmdline())]
+    (command,) = launch.runner().children()
+    {"rank": ranks[-1], "command": command}[victim].send_signal(signal.SIGKILL)
+    text = check_ended(launch, 0)
+    assert "longctx run: attempt 1 ended" in text or victim != "rank"
+    assert newest_checkpoint(folder) == STEPS
+    run(train, 2, shards, tmp_path / "undisturbed", {})
+    assert rows(folder) == rows(tmp_path / "undisturbed"), "to the last bit"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_is_the_ranks_own_and_the_last_thing_said_is_ours(shards, tmp_path, number):
     """Ctrl-C in a terminal comes to ``longctx run`` alone. No launcher shows where it was, or ends the ranks."""

@@ -14,10 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.cluster.sessions import Stop
 from launcher.recipes.find import QUICKSTART
 from launcher.supervise import run as supervised
-from launcher.supervise.attempt import Stop, attempt
+from launcher.supervise.attempt import attempt
 from launcher.supervise.command import TrainingCommand
+from longctx.errors import ConfigError
 from tests.launcher.cli.calls import call
 from tests.launcher.runs import SCREEN
 from tests.launcher.supervise.trainer import Act, Trainer
@@ -47,6 +49,23 @@ def test_deepspeed_is_started_without_a_ranks_number_in_its_line():
     assert TrainingCommand.of(command.started).started == command.started
     other = ["torchrun", *line[1:]]
     assert TrainingCommand.of(other).started == other
+
+
+def test_our_own_verb_is_a_training_command():
+    """Whatever stands before it, and wherever its two options stand among the settings."""
+    for program in (["/bin/longctx"], ["nohup", "longctx"], ["python", "-m", "launcher"]):
+        line = [*program, "train", "--run.seed", "3", "--hostfile=hosts", "--run.resume", "auto"]
+        command = TrainingCommand.of(line)
+        assert command.starter == (*program, "train", "--hostfile", "hosts")
+        assert command.arguments == ("--run.seed", "3", "--run.resume", "auto")
+        assert (command.hostfile, command.resume) == (Path("hosts"), "auto")
+        assert command.on_hosts(Path("fewer")).started[-4:] == list(command.arguments)
+        assert "fewer" in command.on_hosts(Path("fewer")).started
+    assert TrainingCommand.of(["longctx", "train", "--ranks", "2"]).words == ["longctx", "train", "--ranks", "2"]
+    module = ["torchrun", "--nproc_per_node", "2", "-m", "launcher.pretrain", "--run.seed", "3"]
+    assert TrainingCommand.of(module).arguments == ("--run.seed", "3")
+    with pytest.raises(ConfigError, match="starts no training"):
+        TrainingCommand.of(["longctx", "tokenizer", "train"])
 
 
 def test_it_goes_on_from_the_newest_good_checkpoint_until_the_run_is_done(capsys, tmp_path: Path):
@@ -324,9 +343,10 @@ def test_hosts_that_a_filter_picks_are_left_to_it():
     ("words", "code", "said"),
     [
         ([], 2, "needs the command that it is to start"),
-        (["--", "deepspeed", "--num_gpus", "2", "launcher/pretrin.py"], 2, "does not start launcher/pretrain.py"),
+        (["--", "deepspeed", "--num_gpus", "2", "launcher/pretrin.py"], 2, "starts no training"),
         (["--wait-seconds", "nan", "--", "launcher/pretrain.py"], 2, "--wait-seconds nan must be between 0 and"),
         (["--", "deepspeed", "launcher/pretrain.py", "--train.stepps", "3"], 2, "train.stepps"),
+        (["--", "longctx", "train", "--hostfile", "no-file"], 1, "hostfile no-file does not exist"),
         (
             ["--", "deepspeeed", "launcher/pretrain.py", "--run.output_dir", "nowhere"],
             1,

@@ -64,13 +64,14 @@ def alone(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "ways"),
     [
-        pytest.param(2, {"shared": shared(500), "fixed": {**SAME, "parallel.context": 2}}, marks=pytest.mark.slow),
+        (2, {"shared": shared(500), "fixed": {**SAME, "parallel.context": 2}}),
         (3, {"shared": shared(300)}),
-        pytest.param(3, {"long": shared(86, zero__stage=2)}, marks=pytest.mark.slow),
-        pytest.param(4, {"heads": shared(300, parallel__ulysses=2, zero__stage=3)}, marks=pytest.mark.slow),
+        (3, {"long": shared(86, zero__stage=2)}),
+        (4, {"heads": shared(300, parallel__ulysses=2, zero__stage=3)}),
     ],
 )
 def test_losses_and_norms_are_those_of_one_process(ranks, ways, shards, alone, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from launcher.cli import main
 from launcher.cli.data_rows import left_out
 from launcher.demos.pairs import written_pairs
-from launcher.training.summary import summary
+from launcher.training.summary import details
 from tests.launcher.cli.calls import refused, succeed
 from tests.launcher.training.test_summary import packing, start
 
@@ -85,7 +85,7 @@ def test_a_plan_of_spans_knows_both_sides_and_refuses_pairs(capsys, pairs):
     ],
 )
 def test_the_first_lines_say_what_is_left_out(figures, words):
-    (line,) = [line for line in summary(start(packing=packing(**figures))) if line.startswith("Data: ")]
+    (line,) = [line for line in details(start(packing=packing(**figures))) if line.startswith("Data: ")]
     assert words in line
 
 

@@ -43,6 +43,7 @@ def check_equal(got: Path, wanted: Path) -> None:
         assert mine["tokens"] == other["tokens"]
 
 
+@pytest.mark.slow
 def test_packing_and_ranks_change_no_loss(masked, tmp_path):
     """Packed in one row on 1, 2 and 3 ranks, by chunks, with ZeRO 3; rows of their own on two ranks."""
     step: dict[str, Any] = EPOCH | {"data.seq_len": 6 * ROW, "train.tokens_per_step": 6 * ROW}

@@ -165,7 +165,8 @@ def start_from_whole(shards: Path, source: Path, output: Path) -> None:
 
 
 def test_a_vision_tower_and_layers_for_more_tokens_come_out_of_a_run_as_they_went_in(shards, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     whole_model("qwen3_5", tmp_path / "hf", vocab_size=512)
     (tmp_path / "hf" / "preprocessor_config.json").write_text('{"size": 16}')
     run(start_from_whole, 2, shards, tmp_path / "hf", tmp_path / "run")
@@ -196,7 +197,6 @@ def start_from_ahead(shards: Path, source: Path, output: Path, changed: dict) ->
 
 def test_blocks_for_multi_token_prediction_are_trained_where_their_loss_has_a_weight(shards, tmp_path):
     """From a folder to a folder: over two ranks as in one process, and further from the checkpoint."""
-    pytest.importorskip("transformers")
     build("glm4_moe", tmp_path / "hf", vocab_size=512)
     for ranks in (1, 2):
         changed = {"parallel.context": ranks, "train.steps": 4}

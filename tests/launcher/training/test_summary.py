@@ -12,11 +12,21 @@ from data_pipeline.rows.blocks import PackReport
 from launcher.config.load import load_run_config
 from launcher.plan.memory import GIB, memory_of_rank
 from launcher.training.origin import Origin
-from launcher.training.summary import Start, changed_settings, summary, warnings
+from launcher.training.summary import Start, changed_settings, details, introduction, outlook, warnings
 from parallel.mesh import Mesh
 from tests.launcher.runs import resolved
 
-FLAGS = ["--data.seq_len", "2048", "--train.tokens_per_step", "4096", "--parallel.layout", "zigzag"]
+SETTINGS: dict[str, Any] = {
+    "data.seq_len": 2048,
+    "train.tokens_per_step": 4096,
+    "train.steps": 700,
+    "train.optimizer": "adamw",
+    "train.lr": 5e-3,
+    "parallel.layout": "zigzag",
+    "checkpoint.every_steps": 175,
+    "model.tie_embeddings": True,
+}
+FLAGS = [word for key, value in SETTINGS.items() for word in (f"--{key}", str(value))]
 
 
 def start(flags: list[str] | None = None, **figures: Any) -> Start:
@@ -62,8 +72,14 @@ def test_a_run_says_what_it_is():
         "Data: 2.87M tokens in all, 0.70 passes over 2,000 rows with 1.25 % padding",
         "Checkpoints: 4 to come, 18 MiB each; the newest 2 stay; 100.0 GiB",
     ]
-    assert [line[: len(words)] for line, words in zip(summary(start()), begun, strict=True)] == begun
+    said = introduction(start()) + details(start())
+    assert [line[: len(words)] for line, words in zip(said, begun, strict=True)] == begun
     assert warnings(start()) == []
+    assert outlook(start(), 420 * 2**20, 0.19) == (
+        "Plan: 700 steps of 4,096 tokens, 0.70 passes over the data; 0.19 s a step, 2 min in all; "
+        "420 MiB a rank at the peak."
+    )
+    assert "s a step" not in outlook(start(), 420 * 2**20, None)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from launcher.config.load import load_run_config
 from launcher.config.sections import TrainSection
+from launcher.training.hooks.collapse import Collapse
 from launcher.training.hooks.dead_experts import DeadExperts
 from launcher.training.hooks.non_finite import rows_from
 from launcher.training.schedule import learning_rate
@@ -163,3 +164,27 @@ def test_a_dead_expert_is_named_once_after_a_whole_window():
 def test_one_token_keeps_an_expert_alive():
     watch = DeadExperts(MODEL, [1, 3], 3, window=4)
     assert all(not watch.find(counts((0, 0)) if step % 4 else counts()) for step in range(40))
+
+
+def test_a_collapsed_layer_is_named_once_after_a_whole_window():
+    """Two of four experts have every token of layer 3, but for a step in which one goes elsewhere."""
+    watch, even, collapsed = Collapse(MODEL, [1, 3], window=4), [5, 5, 5, 5], [10, 10, 0, 0]
+    loads = [torch.tensor([even, even if step == 3 else collapsed]) for step in range(1, 12)]
+    said = [watch.find(counts_LE) for counts_LE in loads]
+    assert [step for step, layers in enumerate(said, 1) if layers] == [7]
+    assert said[6] == [3]
+    text = watch.warning(said[6], 7)
+    for words in (
+        "The experts of layer 3 have collapsed",
+        "in steps 4 to 7",
+        "train.optimizer=muon",
+        "model.embedding_std=1",
+    ):
+        assert words in text
+
+
+def test_a_load_far_from_even_is_no_collapse():
+    watch = Collapse(MODEL, [1, 3], window=2)
+    assert all(not watch.find(torch.tensor([[8, 6, 3, 3], [0, 0, 0, 0]])) for _ in range(9))
+    # One that every token has, and others that share the rest evenly.
+    assert all(not watch.find(torch.tensor([[10, 4, 3, 3], [10, 4, 3, 3]])) for _ in range(9))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from longctx.chat.conversation import Conversation, conversation_of, kind_of, part_text
 from longctx.chat.encode import BEGINS_OTHERWISE, ChatEncoder, NotCountedError
@@ -21,8 +22,6 @@ from longctx.tokenizer import load_tokenizer
 from tests.longctx.chat.cases import CASES, reply, user
 from tests.longctx.chat.templates import FORGETFUL, MARKED, PLAIN, STRICT
 from tests.longctx.tokenizer.byte_level import BEGIN, END, tokenizer_json, write_tokenizer
-
-transformers = pytest.importorskip("transformers")
 
 OWN = {"plain": PLAIN, "marked": MARKED, "forgetful": FORGETFUL, "strict": STRICT}
 PLACES = [Path(place) for place in os.environ.get("LONGCTX_CHAT_TEMPLATES", "").split(os.pathsep) if place]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from data_pipeline.prepare.build import build_shards
 from data_pipeline.prepare.publish import pack
@@ -50,7 +51,6 @@ def side_files(folder: Path) -> dict[str, bytes]:
 
 
 def test_side_files_come_back_byte_for_byte(model, tmp_path, caplog):
-    auto = pytest.importorskip("transformers").AutoTokenizer
     done = import_hf(model, tmp_path / "in", verify="none")
     assert set(SIDE_FILES) <= set(done.carried)
     assert "left behind" not in caplog.text
@@ -58,7 +58,8 @@ def test_side_files_come_back_byte_for_byte(model, tmp_path, caplog):
     assert side_files(tmp_path / "out") == SIDE_FILES
     assert all((tmp_path / "out" / path.name).read_bytes() == path.read_bytes() for path in model.glob("*token*.json"))
     before, after = (
-        auto.from_pretrained(str(folder), local_files_only=True).chat_template for folder in (model, tmp_path / "out")
+        AutoTokenizer.from_pretrained(str(folder), local_files_only=True).chat_template
+        for folder in (model, tmp_path / "out")
     )
     assert before == after
     assert set(before) == {"default", "rag", "tool_use"}

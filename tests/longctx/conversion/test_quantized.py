@@ -9,12 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from longctx.conversion import HfReader, load_hf
+from longctx.conversion import HfReader, convert, load_hf
 from longctx.errors import CheckpointError, ConfigError
 from tests.longctx.families import hf_models
 from tests.longctx.families.hf_models import CASES
-
-transformers = pytest.importorskip("transformers")
 
 BLOCK = (16, 24)
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
@@ -106,6 +104,23 @@ def test_float8_is_read_as_its_formula_says(family, name, models, tmp_path):
     for key, tensor in quantized:
         assert tensor.dtype == wanted[key].dtype, key
         assert torch.equal(tensor, wanted[key]), key
+
+
+def test_without_accelerate_logits_are_left_and_said(models, tmp_path, monkeypatch):
+    """transformers would end the conversion, whose tensors are right, with an ImportError."""
+    monkeypatch.setattr(convert, "find_spec", lambda name: None)
+    scheme, ending, block = SCHEMES["fp8"]
+    stored = {}
+    for key, tensor in hf_models.on_disk(models("llama")).items():
+        stored[key] = tensor.bfloat16()
+        if is_quantized(key, tensor):
+            stored[key], stored[key + ending] = quantize(tensor, block)
+    folder = write(models("llama"), tmp_path / "quantized", stored, scheme)
+    done = convert.import_hf(folder, tmp_path / "ours", verify="auto")
+    assert done.tensors is not None
+    assert "accelerate" in str(done.no_logits)
+    with pytest.raises(ConfigError, match="accelerate"):
+        convert.import_hf(folder, tmp_path / "again", verify="logits")
 
 
 def write_plain(folder: Path, output: Path, tensors: dict[str, torch.Tensor]) -> Path:

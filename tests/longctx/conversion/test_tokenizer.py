@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import sentencepiece
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longctx.conversion import check_tokenizer, export_tokenizer
-from longctx.errors import ConfigError, DataError
+from longctx.errors import DataError
 from longctx.tokenizer import load_tokenizer
 from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.hard_texts import HARD_TEXTS
 from tests.longctx.conversion.tiny_tokenizer import corpus, train_tokenizer
-
-transformers = pytest.importorskip("transformers")
 
 SPECIALS = ["<|document_begin|>", "<|document_end|>", "<|padding|>", "<unk>", "<s>", "</s>", "<0x41>", "<0xFF>"]
 FRAGMENTS = [*SPECIALS, *"\t (🙂é", "\r\n", "\x00", "  ", "    ", "self", "return ", "e\u0301", SPACE_MARK]
@@ -165,9 +162,3 @@ def test_a_vocabulary_without_a_space_is_refused(tmp_path):
     model = train_tokenizer(tmp_path / "source.model", texts=["abab" * 9, "ba" * 7], vocab_size=265)
     with pytest.raises(DataError, match="no piece for a space"):
         export_tokenizer(model, tmp_path, max_positions=64)
-
-
-def test_without_transformers_its_command_is_named(exported, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install transformers"):
-        check_tokenizer(exported[0], Path(exported[1]), [])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from launcher.checkpoint.save import Carried
@@ -19,8 +20,6 @@ from longctx.conversion.carried import carried_files, carried_part
 from longctx.errors import CheckpointError, ConfigError
 from tests.longctx.families.hf_models import CASES, build, on_disk, ours, save, tokens_of
 from tests.longctx.families.whole_models import WHOLE, bits, edit, whole_model
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -28,7 +28,7 @@ def test_a_row_is_a_line_of_a_table(setting: Setting):
     made = ScoreRow.of(task, sample, sample.target)
     assert list(made.cells()) == ScoreRow.columns()
     assert made.score == 1
-    assert (made.task, made.length, made.index, made.depth) == ("passkey", 512, 4, 0.4)
+    assert (made.task, made.length, made.index, made.depth) == ("passkey", 512, 4, 0.7)
     json.dumps(made.cells())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from random import Random
 
 import pytest
@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.errors import ConfigError, DataError
-from longctx.evaluation import GROUPS, TASKS, Haystack, Sample, Setting, find_tasks
+from longctx.evaluation import GROUPS, TASKS, Haystack, Sample, ScoreRow, Setting, find_tasks
 from longctx.evaluation.fitted import FittedTask, largest_fitting
+from longctx.evaluation.results import excerpt_of
+from longctx.evaluation.task import spread
 from longctx.evaluation.values import distinct
 from tests.longctx.evaluation.pieces import PieceTokenizer
 from tests.longctx.evaluation.solvers import SOLVERS
@@ -270,3 +272,31 @@ def test_uneven_tokens_still_fit(seed: int, budget: int):
         return 20 + 2 * units + (units * 2654435761 + seed) % 23
 
     assert tokens_of(largest_fitting(tokens_of, smallest=1, most=None, budget=budget)) <= budget
+
+
+@given(st.sets(st.integers(0, 100), min_size=1, max_size=30), st.integers(2, 30))
+def test_few_samples_are_spread_over_the_depths(hundredths: set[int], samples: int):
+    """Whatever their number, no gap between two depths that are asked is twice as wide as another one, nearly."""
+    depths = [number / 100 for number in hundredths]
+    order = spread(depths)
+    assert sorted(order) == sorted(depths)
+    assert set(order[:2]) == {min(depths), max(depths)}
+    asked = sorted(sorted(depths).index(depth) for depth in order[:samples])
+    gaps = [after - before for before, after in pairwise(asked)]
+    assert not gaps or max(gaps) <= 2 * min(gaps) + 2
+
+
+def test_an_excerpt_shows_answers_and_the_end():
+    prompt = "a" * 500 + " the code is 4711. " + "b" * 500 + " What is the code?"
+    at = prompt.index("4711")
+    values = {"task": "niah", "length": 9, "index": 0, "prompt_tokens": 9, "answer_tokens": 9}
+    sample = Sample(**values, prompt=prompt, answers=("4711",), target=" 4711", spans=((at, at + 4),))
+    excerpt = excerpt_of(sample)
+    assert len(excerpt) < 500
+    assert " … " in excerpt
+    assert "the code is 4711." in excerpt
+    assert excerpt.endswith("What is the code?")
+    short = replace(sample, prompt="The code is 4711. What is it?", spans=((12, 16),))
+    assert excerpt_of(short) == short.prompt
+    assert ScoreRow.of(find_tasks(["niah"])[0], short, " 4711").excerpt == ""
+    assert ScoreRow.of(find_tasks(["niah"])[0], short, " no").excerpt == short.prompt

@@ -46,7 +46,6 @@ CHANGED_DEFAULTS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module")
 def hf_configs() -> dict[str, dict]:
-    pytest.importorskip("transformers")
     return {name: case.config_json() for name, case in (CASES | TWO_STACKS).items()}
 
 
@@ -94,7 +93,8 @@ class TestThereAndBack:
     def test_a_model_of_full_size_has_transformers_parameters(self, model_type):
         """The class's defaults are the sizes of a published model in most types; 30 layers and more show other faults
         than the three of a tiny one."""
-        transformers = pytest.importorskip("transformers")
+        import transformers
+
         theirs = transformers.CONFIG_MAPPING[model_type](**CHANGED_DEFAULTS.get(model_type, {}))
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(theirs)
@@ -106,7 +106,8 @@ class TestThereAndBack:
 
     def test_gemma4_numbers_its_layers_with_zeros_before_them(self):
         """transformers' table of layers with heads of their own, in a model of more than ten."""
-        transformers = pytest.importorskip("transformers")
+        import transformers
+
         theirs = transformers.CONFIG_MAPPING["gemma4_text"](**CHANGED_DEFAULTS["gemma4_text"])
         written = json.loads(theirs.to_json_string(use_diff=False))
         assert "05" in written["per_layer_config"]
@@ -118,7 +119,8 @@ class TestThereAndBack:
     @pytest.mark.parametrize("name", CASES | TWO_STACKS)
     def test_transformers_reads_the_config_as_we_meant_it(self, name, hf_configs, tmp_path):
         """Config of theirs → ours → config.json → transformers → config.json → ours."""
-        transformers = pytest.importorskip("transformers")
+        import transformers
+
         config = ModelConfig.from_hf(hf_configs[name])
         written = config_to_hf(config, model_type=hf_configs[name]["model_type"])
         (tmp_path / "config.json").write_text(json.dumps(written))
@@ -139,7 +141,8 @@ class TestThereAndBack:
         "layers", [("full",), ("window",), ("window", "full"), ("full", "window"), ("window", "window", "full")]
     )
     def test_any_pattern_of_windows(self, name, layers, hf_configs, tmp_path):
-        transformers = pytest.importorskip("transformers")
+        import transformers
+
         hf = hf_configs[name]
         without = {} if "window" in layers else {"window": 0, "local_rope_theta": 0.0}
         config = dataclasses.replace(ModelConfig.from_hf(hf), layers=layers, **without)

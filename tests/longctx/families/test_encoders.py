@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from longctx.architecture.size import count_parameters
@@ -23,7 +24,6 @@ from longctx.tokenizer import Tokenizer, load_tokenizer
 from tests.longctx.families.hf_models import ENCODERS, build
 from tests.longctx.tokenizer.byte_level import tokenizer_json, write_tokenizer
 
-transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

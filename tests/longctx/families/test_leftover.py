@@ -31,7 +31,8 @@ def leftovers() -> dict[str, Any]:
 
 
 def logits(folder: Path, auto_class: str) -> torch.Tensor:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     model = getattr(transformers, auto_class).from_pretrained(str(folder), local_files_only=True).eval()
     tokens = torch.arange(40)[None]
     given = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
@@ -42,7 +43,8 @@ def logits(folder: Path, auto_class: str) -> torch.Tensor:
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", WITH_CLASS)
 def test_transformers_computes_the_same_with_each_key_and_without(name, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     case = (CASES | ENCODERS | TWO_STACKS)[name]
     config = case.config()
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from longctx.conversion import export_checkpoint, import_hf, load_hf
@@ -15,7 +16,6 @@ from tests.longctx.families import hf_models
 from tests.longctx.families.hf_models import CASES
 from tests.longctx.families.mtp_models import COUNTED, QWEN, build, build_mimo
 
-transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

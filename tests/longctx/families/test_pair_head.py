@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from longctx.architecture.size import count_parameters
@@ -19,7 +20,6 @@ from longctx.model.decoder import Decoder
 from longctx.objectives.build import Objective, build_objective
 from tests.longctx.families.hf_models import ENCODERS, build
 
-transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from longctx.architecture.layers import mixers_of
@@ -16,7 +17,6 @@ from longctx.generation.loop import generate
 from tests.longctx.families import hf_models
 from tests.longctx.families.hf_models import CASES
 
-transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -26,7 +27,6 @@ from tests.longctx.families.hf_models import TWO_STACKS, build
 from tests.longctx.pairs import pair_batch, pair_tokens
 from tests.longctx.tokenizer.byte_level import tokenizer_json, write_tokenizer
 
-transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

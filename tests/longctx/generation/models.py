@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from longctx.conversion import save_hf
@@ -24,7 +23,8 @@ def random_model(name: str) -> Decoder:
 
 def in_transformers(model: Decoder, folder: Path):
     """The same model there."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     save_hf(model.config, model.state_dict(), folder)
     return transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True).eval()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,13 @@ def test_a_range_far_inside_draws_the_blocks_that_it_is_of(monkeypatch):
     first, second = values.read(start, 1000), values.read(start + 1000, numel - 1000)
     assert torch.equal(torch.cat((first, second)), tensor(1 << 40).read(start, numel))
     assert drawn[:2] == [76, 77]
+
+
+def test_embeddings_may_begin_larger():
+    config = replace(CONFIG, embedding_std=1.5)
+    for name, factor in (("model.embed_tokens.weight", 75), ("lm_head.weight", 1), (NAME, 1)):
+        plain, mine = (initial_value(name, (7, 9), c, 9) for c in (CONFIG, config))
+        torch.testing.assert_close(mine, plain * factor)
 
 
 @pytest.mark.parametrize(("name", "std"), [(NAME, 0.02), ("model.layers.0.mlp.down_proj.weight", 0.02 / 6**0.5)])

@@ -258,7 +258,8 @@ def test_alibi_slopes_equal_those_of_bloom_and_mpt(num_heads):
 
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (6, 11), (7, 11), (2, 3), (16, 20), (33, 1000)])
 def test_t5_buckets_and_bias_equal_transformers(num_buckets, max_distance):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     modeling = pytest.importorskip("transformers.models.t5.modeling_t5")
     settings = {"relative_attention_num_buckets": num_buckets, "relative_attention_max_distance": max_distance}
     config = transformers.T5Config(d_model=8, d_kv=4, num_heads=2, is_decoder=True, **settings)

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.chunks import SPACE_MARK
 from longctx.tokenizer.hard_texts import HARD_TEXTS
 from tests.longctx.conversion.tiny_tokenizer import corpus
 from tests.longctx.tokenizer.families import FAMILIES
-
-transformers = pytest.importorskip("transformers")
 
 EXACT = {"llama3", "tekken", "gpt2", "deepseek", "gpt_oss", "own"}
 """Families whose ids give every text back."""

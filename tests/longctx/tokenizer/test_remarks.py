@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from longctx.errors import DataError
 from longctx.tokenizer import load_tokenizer
@@ -37,13 +38,12 @@ def _settings(begins: bool | None, ends: bool | None) -> dict[str, bool]:
     "named", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer"]
 )
 def test_begin_and_end_are_those_of_transformers(tmp_path: Path, named: str):
-    auto = pytest.importorskip("transformers").AutoTokenizer
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     for (kind, content), begins, ends in itertools.product(_FRAMES.items(), _SAID, _SAID):
         settings = _settings(begins, ends)
         write_tokenizer(tmp_path, tokenizer_json(post_processor=content), tokenizer_class=named, **settings)
         ours = load_tokenizer(tmp_path)
-        theirs = auto.from_pretrained(str(tmp_path), local_files_only=True)
+        theirs = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
         found = theirs("def")["input_ids"]
         assert ours.encode_prompt("def") == found[: len(found) - (found[-1] == 1)], (kind, settings)
         assert (ours.special.bos, ours.document_end) == (theirs.bos_token_id, theirs.eos_token_id)
@@ -57,10 +57,9 @@ def test_begin_and_end_are_those_of_transformers(tmp_path: Path, named: str):
 
 @pytest.mark.parametrize("named", ["GPTNeoXTokenizer", "GPTNeoXTokenizerFast"])
 def test_a_class_that_begins_no_text_is_followed(tmp_path: Path, named: str):
-    auto = pytest.importorskip("transformers").AutoTokenizer
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     write_tokenizer(tmp_path, tokenizer_json(post_processor=frame(begins=True)), tokenizer_class=named)
-    ours, theirs = load_tokenizer(tmp_path), auto.from_pretrained(str(tmp_path), local_files_only=True)
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
     assert ours.encode_prompt("def") == theirs("def")["input_ids"]
     (said,) = frame_remarks(ours)
     assert f"tokenizer_class={named.removesuffix('Fast')} puts nothing before a text, the post-processor" in said
@@ -68,12 +67,11 @@ def test_a_class_that_begins_no_text_is_followed(tmp_path: Path, named: str):
 
 @pytest.mark.parametrize("lists_added_tokens", [False, True])
 def test_of_two_files_that_name_the_end_transformers_choice_holds(tmp_path: Path, lists_added_tokens: bool):
-    auto = pytest.importorskip("transformers").AutoTokenizer
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     settings = {"added_tokens_decoder": {"0": {"content": "<|begin|>", "special": True}}} if lists_added_tokens else {}
     write_tokenizer(tmp_path, tokenizer_json(), **settings)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|end|>", "eos_token": "<|begin|>"}))
-    ours, theirs = load_tokenizer(tmp_path), auto.from_pretrained(str(tmp_path), local_files_only=True)
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
     assert (ours.special.bos, ours.special.end) == (theirs.bos_token_id, theirs.eos_token_id)
     assert ours.special.end == int(lists_added_tokens)
 
@@ -82,13 +80,12 @@ def test_of_two_files_that_name_the_end_transformers_choice_holds(tmp_path: Path
 def test_a_model_file_alone_begins_as_its_settings_say(
     family: Callable[[str], Path], tmp_path: Path, begins: bool | None, ends: bool | None
 ):
-    auto = pytest.importorskip("transformers").AutoTokenizer
     folder = Path(shutil.copytree(family("llama2"), tmp_path / "llama2"))
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"} | _settings(begins, ends)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     ours = load_tokenizer(folder)
-    theirs = auto.from_pretrained(str(folder), local_files_only=True)
+    theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     agree = (theirs("def")["input_ids"][0] == ours.special.bos) == (ours.document_begin is not None)
     # Without a word of it transformers begins no text, and a SentencePiece model does here: that is said.
     assert agree == (begins is not None or ends is not None)

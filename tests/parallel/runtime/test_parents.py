@@ -25,6 +25,11 @@ import subprocess, sys
 subprocess.run([sys.executable, "-c", *sys.argv[2:]])
 print("the launcher's words", file=sys.stderr, flush=True)
 """
+_COMMAND = """
+import os, subprocess, sys
+own = {"LONGCTX_STARTER": str(os.getpid()), "RANK": "0"}
+subprocess.run([sys.executable, "-c", *sys.argv[1:]], env=os.environ | own)
+"""
 _RANK = """
 import sys, threading
 from pathlib import Path
@@ -87,6 +92,23 @@ def test_a_rank_learns_who_is_gone(tmp_path, victim, said, start):
             if process.is_running():
                 process.kill()
         runner.communicate()
+
+
+def test_a_rank_learns_that_the_longctx_command_that_started_it_is_gone(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = [sys.executable, "-c", _COMMAND, _RANK.format(start=""), str(tmp_path)]
+    starter, ranks = subprocess.Popen(words, env=environment), []
+    try:
+        assert wait_for(tmp_path / "found") == str(starter.pid)
+        ranks = psutil.Process(starter.pid).children()
+        starter.kill()
+        assert wait_for(tmp_path / "gone") == "longctx"
+    finally:
+        starter.kill()
+        starter.wait()
+        for rank in ranks:
+            if rank.is_running():
+                rank.kill()
 
 
 def test_last_words_come_after_the_launchers(tmp_path):

@@ -17,7 +17,7 @@ from longctx.errors import ConfigError
 from tests.helpers import REPOSITORY
 from tests.launcher.runs import free_port
 
-REASON = "needs lm-eval and accelerate, which set-up leaves out: pip install -e '.[lm-eval]' accelerate"
+REASON = "needs lm-eval and accelerate, which set-up leaves out: pip install 'longctx-train[lm-eval]' accelerate"
 pytest.importorskip("lm_eval", reason=REASON)
 pytest.importorskip("accelerate", reason=REASON)
 

@@ -1,6 +1,6 @@
 """The adaptors against the real packages, without a network: two attempts of a run are one run of the tracker.
 
-They need ``pip install -e '.[wandb,trackio,mlflow]'``, and are skipped, by name, without.
+They need ``pip install 'longctx-train[wandb,trackio,mlflow]'``, and are skipped, by name, without.
 """
 
 from __future__ import annotations

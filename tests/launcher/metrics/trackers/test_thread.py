@@ -213,7 +213,7 @@ def test_a_run_opens_the_trackers_that_it_names(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    with pytest.raises(ConfigError, match=rf"pip install -e '.\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install 'longctx-train\[{name}\]'"):
         check_trackers([name])
     check_trackers([])
     with pytest.raises(ConfigError, match=f"names {name} twice"):

@@ -1,0 +1,63 @@
+"""Texts that spell control tokens of the tokenizer, such as conversations that a chat template has rendered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import xxhash
+
+from data_pipeline.prepare.documents import Document
+from data_pipeline.prepare.encode import Difference
+from data_pipeline.shards.writer import EncodedDocument, token_dtype
+from longctx.tokenizer.contract import Tokenizer
+from longctx.tokenizer.control import AddedToken, ControlFinder
+from longctx.tokenizer.rendered import encode_rendered
+
+
+class SpeltControls:
+    """Counter of the documents that spell a control token, and of those that spell each."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        pieces = {tokenizer.piece(token): token for token in np.flatnonzero(tokenizer.is_control).tolist()}
+        # An id that no text spells has an empty piece.
+        self._finder = ControlFinder({text: AddedToken(token) for text, token in pieces.items() if len(text) > 2})
+        self._tokenizer = tokenizer
+        self.documents = 0
+        self.by_token: Counter[str] = Counter()
+
+    def noting(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yield the documents, and count them."""
+        for document in documents:
+            found = {self._tokenizer.piece(token) for _, _, token in self._finder.find(document.text)}
+            self.documents += bool(found)
+            self.by_token.update(found)
+            yield document
+
+
+def encode_parsed(
+    documents: Iterable[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[EncodedDocument, Difference | None]]:
+    """Yield each document's tokens, in order; what spells a control token becomes its id.
+
+    The ids are those of transformers' ``tokenizer(text, add_special_tokens=False)`` between document begin and end,
+    which a text that has them already does not get twice. Raise DataError for a tokenizer whose file does not say how
+    its control tokens are found.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    for document in documents:
+        raw = document.text.encode()
+        ids = encode_rendered(tokenizer, document.text).ids
+        before, after = tokenizer.begins_with, tokenizer.ends_with
+        if len(ids) and np.array_equal(ids[: len(before)], before):
+            before = before[:0]
+        if len(ids) and np.array_equal(ids[len(ids) - len(after) :], after):
+            after = after[:0]
+        encoded = EncodedDocument(
+            tokens=np.concatenate([before, ids, after]).astype(dtype),
+            hash=xxhash.xxh3_64_intdigest(raw),
+            name=document.name,
+            text_bytes=len(raw),
+        )
+        yield encoded, None

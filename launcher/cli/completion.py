@@ -1,0 +1,36 @@
+"""Completion of verbs and options in a shell: ``source <(longctx --completion)``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+_SCRIPT = """\
+# Completes longctx in bash and zsh. For new shells: longctx --completion > FILE, and `source FILE` in their start file.
+if [ -n "${{ZSH_VERSION-}}" ]; then
+    autoload -U +X compinit && compinit && autoload -U +X bashcompinit && bashcompinit
+fi
+_longctx() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}" offered=""
+    case "$COMP_CWORD ${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}}" in
+{cases}
+    esac
+    COMPREPLY=($(compgen -W "$offered" -- "$current"))
+}}
+# Where nothing is offered, names of files are.
+complete -o bashdefault -o default -F _longctx longctx"""
+
+
+def completion_script(flags: Mapping[str, Sequence[str]]) -> str:
+    """Return a script for bash and zsh that completes verbs and their options, by verb."""
+    groups: dict[str, list[str]] = {}
+    for name in flags:
+        first, _, second = name.partition(" ")
+        groups.setdefault(first, []).extend([second] if second else [])
+    cases = [('"1 "*', list(groups))]
+    cases += [(f'"2 {first} "*', seconds) for first, seconds in groups.items() if seconds]
+    for name, offered in flags.items():
+        # Behind a verb of one word stands anything; the third word of others is theirs.
+        cases.append((f'*" {name}"' if " " in name else f'*" {name} "*', list(offered)))
+    return _SCRIPT.format(
+        cases="\n".join(f'        {pattern}) offered="{" ".join(words)}" ;;' for pattern, words in cases)
+    )

@@ -1,0 +1,114 @@
+"""Keys that a run does not have: those of earlier versions and of other trainers, and what to write in their place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from longctx.errors import ConfigError
+
+_NO_MICS = (
+    "DeepSpeed has no MiCS any more. It says: MiCS ZeRO-3 sharding has been removed.\n"
+    "Try zero.stage=3 with zero.hpz_partition_size, the ranks of a node: backward gathers weights within them, and "
+    "state is spread over all ranks."
+)
+_ABSENT = {
+    "data.changed_exclusions": "shards are left out by `longctx data build --without` alone. Delete the key.",
+    "train.recompute": (
+        "train.keep says what survives of each block until backward.\n"
+        'Write keep = "attention" for recompute = true and keep = "all" for recompute = false; on the command line '
+        "--train.keep attention."
+    ),
+    "zero.mics_shard_size": _NO_MICS,
+    "zero.mics_hierarchical_params_gather": _NO_MICS,
+}
+"""Keys of earlier versions and of DeepSpeed. The nearest known name would mislead."""
+
+_TOKENS = "train.tokens_per_step is all tokens of a step; as many micro-batches follow as that takes"
+_DTYPE = 'train.dtype is "bfloat16" or "float32", without loss scaling'
+_MEMORY = 'train.keep is "attention" or "inputs" where blocks are computed again'
+_STEPS = "train.steps counts steps; the start says how many passes over the data they are"
+_NO_TENSOR = "a row is shared by parallel.context, weights by zero.stage = 3, experts by parallel.expert"
+_ELSEWHERE = {
+    "learning_rate": "train.lr",
+    "max_steps": "train.steps",
+    "train_iters": "train.steps",
+    "num_train_epochs": _STEPS,
+    "num_epochs": _STEPS,
+    "epochs": _STEPS,
+    "warmup_ratio": "train.warmup_steps",
+    "lr_scheduler_type": 'train.schedule, "cosine" or "inverse_sqrt"',
+    "min_lr": "train.final_lr_ratio, a share of train.lr",
+    "max_grad_norm": "train.clip_norm",
+    "gradient_clipping": "train.clip_norm",
+    "clip_grad": "train.clip_norm",
+    "adam_epsilon": "train.eps",
+    "optim": 'train.optimizer, "adamw" or "muon"',
+    "bf16": _DTYPE,
+    "fp16": _DTYPE,
+    "torch_dtype": _DTYPE,
+    "mixed_precision": _DTYPE,
+    "gradient_accumulation_steps": _TOKENS,
+    "global_batch_size": _TOKENS,
+    "train_batch_size": _TOKENS,
+    "per_device_train_batch_size": "train.micro_batch_rows",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_rows",
+    "micro_batch_size": "train.micro_batch_rows",
+    "gradient_checkpointing": _MEMORY,
+    "activation_checkpointing": _MEMORY,
+    "recompute_granularity": _MEMORY,
+    "max_seq_length": "data.seq_len",
+    "max_seq_len": "data.seq_len",
+    "max_length": "data.seq_len",
+    "seq_length": "data.seq_len",
+    "sequence_len": "data.seq_len",
+    "block_size": "data.seq_len",
+    "sample_packing": 'data.packing, "best_fit" unless given',
+    "dataset": "data.train, a folder that `longctx data build` makes",
+    "datasets": "data.train, a folder that `longctx data build` makes",
+    "dataset_name": "data.train, a folder that `longctx data build` makes",
+    "data_path": "data.train, a folder that `longctx data build` makes",
+    "model_name_or_path": "run.start_from, a folder with the model",
+    "base_model": "run.start_from, a folder with the model",
+    "pretrained_checkpoint": "run.start_from, a folder with the model",
+    "resume_from_checkpoint": "run.resume",
+    "logging_steps": "run.log_every",
+    "log_interval": "run.log_every",
+    "report_to": "run.trackers",
+    "save_steps": "checkpoint.every_steps",
+    "save_interval": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep_last",
+    "eval_steps": "validation.every_steps",
+    "eval_interval": "validation.every_steps",
+    "deepspeed": "zero.stage and the other keys of [zero]; no file of DeepSpeed's is read",
+    "zero_optimization": "zero.stage and the other keys of [zero]",
+    "fsdp": "zero.stage, 3 to spread weights over all ranks",
+    "context_parallel_size": "parallel.context",
+    "context_parallel_degree": "parallel.context",
+    "sequence_parallel_size": "parallel.context",
+    "ring_attn": "parallel.context",
+    "expert_model_parallel_size": "parallel.expert",
+    "expert_parallel_degree": "parallel.expert",
+    "tensor_model_parallel_size": _NO_TENSOR,
+    "tensor_parallel_size": _NO_TENSOR,
+    "tensor_parallel_degree": _NO_TENSOR,
+    "pipeline_model_parallel_size": _NO_TENSOR,
+    "pipeline_parallel_degree": _NO_TENSOR,
+}
+"""Words of transformers, DeepSpeed, Megatron-LM, torchtitan and Axolotl, and ours."""
+
+
+def refuse_absent(names: Collection[str], known: Collection[str]) -> None:
+    """Raise ConfigError if one of these keys is no key of ours, and it is known what to write in its place.
+
+    ``known`` are all keys with their sections. Of a name that another trainer has, any section before it is ignored.
+    """
+    for name in sorted(names):
+        if name in _ABSENT:
+            raise ConfigError(f"there is no key {name}: {_ABSENT[name]}")
+        ours = _ELSEWHERE.get(name.rpartition(".")[2])
+        if ours is not None and name not in known:
+            # A key alone, perhaps with what it takes, or a sentence.
+            if re.match(r"[a-z]+\.[a-z_]+(,|$)", ours):
+                ours = f"it is {ours}"
+            raise ConfigError(f"there is no key {name} here: {ours}.\n`longctx train --help all` has all keys.")

@@ -1,0 +1,40 @@
+"""JSON schema of a run's TOML file, by which editors complete keys and mark wrong values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from launcher.config.help import CHOICES_OF, meanings_of
+from launcher.config.sections import RunConfig
+
+
+def schema_text(adapter: TypeAdapter[RunConfig]) -> str:
+    """Return the schema as JSON: sections, keys with types, choices and meanings, and nothing besides them."""
+    schema = adapter.json_schema()
+    schema["additionalProperties"] = False
+    for prefix, section in _sections(RunConfig(), ""):
+        entry = schema["$defs"][type(section).__name__]
+        entry["additionalProperties"] = False
+        for name, meaning in meanings_of(type(section)).items():
+            # A default that another class fills in has a meaning there, and no entry here.
+            if name not in entry["properties"]:
+                continue
+            entry["properties"][name]["description"] = meaning
+            choices = CHOICES_OF.get(f"{prefix}{name}")
+            if choices and entry["properties"][name].get("type") == "string":
+                entry["properties"][name]["enum"] = list(choices)
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=1)
+
+
+def _sections(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield each section and nested table of a config, with what its keys begin with."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            yield f"{prefix}{f.name}.", value
+            yield from _sections(value, f"{prefix}{f.name}.")

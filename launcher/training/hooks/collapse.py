@@ -1,0 +1,61 @@
+"""Warning about layers whose tokens all go to the same few experts, once for each layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from launcher.metrics.record import Record
+from launcher.training.hook import Step, StepHook
+from longctx.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+_SHARE = 0.9
+"""Of a layer's choices that its k busiest experts have, k being those that each token has: all is the worst there is,
+and max/mean is then E / k."""
+_STEPS = 20
+"""In a row."""
+_FEWEST = 2.0
+"""E / k below which this is no collapse: half of all experts are busy then."""
+
+
+class Collapse(StepHook):
+    """Counter of each layer's steps in which nearly all tokens chose the same k experts."""
+
+    def __init__(self, model: ModelConfig, layers: Sequence[int], window: int = _STEPS) -> None:
+        self._model, self._layers, self._window = model, list(layers), window
+        self._worst = model.num_experts / max(1, model.experts_per_token)
+        self._steps_L = torch.zeros(len(self._layers), dtype=torch.int64)
+        self._reported_L = torch.zeros_like(self._steps_L, dtype=torch.bool)
+
+    def find(self, counts_LE: Tensor) -> list[int]:
+        """Return the layers that have now, for the first time, been collapsed for a full window of steps."""
+        busiest_L = counts_LE.topk(self._model.experts_per_token, dim=1).values.sum(dim=1)
+        is_collapsed_L = busiest_L > _SHARE * counts_LE.sum(dim=1)
+        self._steps_L = torch.where(is_collapsed_L, self._steps_L + 1, 0)
+        found_L = (self._steps_L >= self._window) & ~self._reported_L
+        self._reported_L |= found_L
+        return [self._layers[row] for row in found_L.nonzero().flatten().tolist()]
+
+    def record(self, step: Step, record: Record) -> None:
+        """Warn of collapsed layers. A step that was left out has no load of its own."""
+        if self._layers and self._worst >= _FEWEST and not step.skipped and (found := self.find(step.totals.counts_LE)):
+            log.warning("%s", self.warning(found, step.number))
+
+    def warning(self, layers: Sequence[int], step: int) -> str:
+        """Return the message about layers that ``find`` has found."""
+        model = self._model
+        whose = f"layer {layers[0]}"
+        if len(layers) > 1:
+            whose = f"layers {', '.join(map(str, layers))}"
+        return (
+            f"The experts of {whose} have collapsed: in steps {step - self._window + 1} to {step} over {_SHARE:.0%} of "
+            f"all choices fell on {model.experts_per_token} of {model.num_experts}, so the others learn nothing. What "
+            "helps a young model: train.optimizer=muon, more train.tokens_per_step, model.router_jitter=0.3 "
+            f"(now {model.router_jitter:g}), and from the start model.tie_embeddings=false with model.embedding_std=1 "
+            f"(now {model.embedding_std:g}). docs/experts.md has figures. Said once for each layer."
+        )
