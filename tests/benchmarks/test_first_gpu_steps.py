@@ -87,6 +87,7 @@ def test_a_part_of_the_model_with_a_wrong_or_missing_gradient_is_told():
     assert models.worst_part(wrong, want) == (float("inf"), "layer 0, FFN")
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_or_hangs_says_so():
     python = [sys.executable, "-c"]
     assert run([*python, "print('fine')"], seconds=60) == "fine\n"

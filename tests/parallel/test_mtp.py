@@ -61,7 +61,7 @@ def step(lm: Task, batch: Batch) -> dict[str, torch.Tensor]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("world_size", "how_many"), [(3, 3), *(pytest.param(n, 30, marks=pytest.mark.slow) for n in (1, 2, 3, 4))]
+    ("world_size", "how_many"), [(3, 1), *(pytest.param(n, 30, marks=pytest.mark.slow) for n in (1, 2, 3, 4))]
 )
 def test_every_layout_gives_the_gradients_of_one_process(world_size, how_many):
     run_distributed(check_models, world_size, how_many, timeout=500.0)

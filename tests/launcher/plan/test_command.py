@@ -71,6 +71,7 @@ def test_wrong_words_are_refused_on_one_screen(capsys, words, says):
     assert err.count("\n") < 12
 
 
+@pytest.mark.slow
 def test_a_degree_that_is_offered_is_a_run(capsys):
     """12 ranks: 6 and 12 divide them, and no row of 131,072 tokens."""
     words = ["plan", "--config", "llama-3.1-8b-128k", "--ranks", 12, "--train.tokens_per_step", 1_572_864]

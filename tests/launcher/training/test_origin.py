@@ -195,6 +195,7 @@ def start_from_ahead(shards: Path, source: Path, output: Path, changed: dict) ->
     Trainer(build_run(tiny_start(shards, output, changed), torch.device("cpu"))).train()
 
 
+@pytest.mark.slow
 def test_blocks_for_multi_token_prediction_are_trained_where_their_loss_has_a_weight(shards, tmp_path):
     """From a folder to a folder: over two ranks as in one process, and further from the checkpoint."""
     build("glm4_moe", tmp_path / "hf", vocab_size=512)

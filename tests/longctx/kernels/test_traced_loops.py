@@ -53,6 +53,7 @@ def test_a_trace_counts_what_every_block_does(bounds, monkeypatch):
     assert traced(bounds) == some
 
 
+@pytest.mark.slow
 def test_blocks_of_several_documents_differ_by_their_masks_alone(monkeypatch):
     bounds = (0, 3, 90, 163)
     operators, peak = traced(bounds)

@@ -49,10 +49,13 @@ def build_mesh(case: Case) -> Mesh:
     return Mesh.build(context=world, ulysses=case.ulysses, ranks_per_node=case.ranks_per_node)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world_size", "all_p2p"),
-    [(1, False), (3, True), (4, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 2, 4))],
+    [
+        (3, False),
+        *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 4)),
+        *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 2, 3, 4)),
+    ],
 )
 @on_ranks("world_size")
 def test_every_way_layout_packing_and_mask_equals_one_process(all_p2p):

@@ -59,6 +59,7 @@ def train_drawing(shards: Path, output: Path, changed: Mapping[str, Any]) -> Non
     Trainer(build(shards, output, changed)).train()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_curves(shards, tmp_path):
     changed = {"train.steps": 3, "validation.rows": 0}
     run(train_drawing, 2, shards, tmp_path / "run", {**changed, "train.stop_after": 2})
