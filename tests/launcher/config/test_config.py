@@ -33,8 +33,14 @@ OF_ZERO = [
     (["--zero.stage", "many"], ["many", "auto"]),
     (["--zero.allgather_bucket_size", "7"], ["zero.allgather_bucket_size=7 must be even", "Try 8."]),
     (["--zero.reduce_bucket_size", "0"], ["zero.reduce_bucket_size=0 must be at least 1"]),
-    (["--zero.offload", "nvme"], ["zero.offload=nvme needs zero.stage=3", "Try zero.stage=3"]),
-    (["--zero.offload", "nvme", *STAGE_3], ["zero.offload=nvme needs zero.nvme_path", "Try --zero.nvme_path"]),
+    (
+        ["--train.optimizer", "adamw", "--zero.offload", "nvme"],
+        ["zero.offload=nvme needs zero.stage=3", "Try zero.stage=3"],
+    ),
+    (
+        ["--train.optimizer", "adamw", "--zero.offload", "nvme", *STAGE_3],
+        ["zero.offload=nvme needs zero.nvme_path", "Try --zero.nvme_path"],
+    ),
     (["--zero.offload_parameters", "nvme", *STAGE_3], ["zero.offload_parameters=nvme needs zero.nvme_path"]),
     (["--zero.nvme_path", "/x", *STAGE_3], ["zero.nvme_path='/x' means nothing", "set zero.offload=nvme"]),
     (["--zero.nvme_path", "/x"], ["zero.nvme_path=/x means nothing", "only stage 3 reads it"]),
@@ -79,7 +85,10 @@ OF_KEPT = [
         ["train.recompute_experts=none means nothing with train.keep=inputs"],
     ),
     (["--train.store", "host", "--model.num_layers", "1"], ["a model of one layer", "train.store=device"]),
-    (["--train.store", "host", "--zero.offload", "cpu", "--zero.pin_memory", "false"], ["zero.pin_memory=False"]),
+    (
+        ["--train.optimizer", "adamw", "--train.store", "host", "--zero.offload", "cpu", "--zero.pin_memory", "false"],
+        ["zero.pin_memory=False"],
+    ),
 ]
 MASKED = ["--train.objective", "masked", "--model.causal", "false"]
 OF_OBJECTIVES = [

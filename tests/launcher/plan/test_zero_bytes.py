@@ -51,6 +51,7 @@ def run_config(kind: str, stage: int, dtype: str, micro_batches: int, *, overlap
     model, expert = KINDS[kind]
     flags = {f"model.{name}": value for name, value in model.items()}
     flags |= {"zero.stage": stage, "train.dtype": dtype, "parallel.expert": expert, "data.seq_len": TOKENS}
+    flags["train.optimizer"] = "adamw"
     flags |= {"zero.reduce_bucket_size": BUCKET, "train.tokens_per_step": TOKENS * RANKS * micro_batches}
     if stage > 0:
         flags["zero.overlap_comm"] = overlap
