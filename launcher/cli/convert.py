@@ -42,7 +42,7 @@ def convert(
 
     Without --dtype no bit is lost: an imported model keeps its own dtypes, a trained one its float32 masters.
     --verify tensors reads each tensor back and compares hashes; logits also compares with transformers' logits;
-    auto takes logits where transformers is installed and the model fits in memory, else tensors.
+    auto takes logits if transformers has the model and it fits in memory, else tensors.
 
     Args:
         source: Folder to read.

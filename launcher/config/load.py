@@ -101,6 +101,7 @@ def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str],
     else:
         file, values = QUICKSTART, read_toml(QUICKSTART, str(QUICKSTART))
     _check_keys(values)
+    # Nor are its optimiser and rate for another preset, even if the recipe was asked for by its name.
     if file == QUICKSTART and not early.get("model.preset", QUICKSTART.stem).startswith(QUICKSTART.stem):
         for key in ("optimizer", "lr"):
             del values["train"][key]

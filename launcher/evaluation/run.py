@@ -262,7 +262,7 @@ def _read_and_check(options: Options, subject: Subject) -> tuple[Texts, frozense
     if last is not None and not measures and len(without_room) == len(tasks) * len(options.lengths):
         raise last
     if without_room:
-        log.warning("Left out, because no prompt of the task fits the length: %s.", told(without_room))
+        log.warning("Left out, because prompts of the task do not fit the length: %s.", told(without_room))
     texts: Texts = {}
     if measures:
         texts = read_documents(options, subject)

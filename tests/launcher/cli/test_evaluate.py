@@ -345,7 +345,7 @@ def test_what_does_not_fit_is_left_out_and_the_rest_is_measured(capsys, run, eva
     arguments = [str(word).replace("--beyond-positions=True", "--beyond-positions") for word in arguments]
     code, _, err = call(capsys, *arguments)
     assert code == 0, err
-    assert "no prompt of the task fits the length: niah at 40, passkey at 40" in err
+    assert "prompts of the task do not fit the length: niah at 40, passkey at 40" in err
     assert f"Left out, ppl and longppl at {beyond:,}: the longest document" in err
     found = {(row["task"], row["length"]) for row in lines(tmp_path / "out")}
     wanted = {("niah", 320), ("passkey", 320), ("niah", beyond), ("passkey", beyond), ("ppl", 40), ("ppl", 320)}
