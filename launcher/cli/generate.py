@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tyro.conf import OmitArgPrefixes, UseAppendAction, arg, create_mutex_group
 
@@ -102,6 +102,17 @@ def _refuse(options: Mapping[str, float], why: str) -> None:
         raise ConfigError(f"{why}, so {names} would do nothing. Leave one out.")
 
 
+def _has_template(source: Path) -> bool:
+    """Return whether a tokenizer has a chat template; one that cannot be loaded is reported when it is used."""
+    from longctx.chat.template_files import has_template
+    from longctx.tokenizer import load_tokenizer
+
+    try:
+        return has_template(load_tokenizer(source))
+    except LongCtxError:
+        return False
+
+
 def generate(
     *,
     checkpoint: Annotated[Path, arg(metavar="DIR")],
@@ -110,6 +121,7 @@ def generate(
     prompts_file: Annotated[Path | None, _PROMPT, arg(metavar="F|-")] = None,
     max_new_tokens: int,
     chat: bool = False,
+    chat_template: Literal["none", "auto"] = "none",
     system: str = "",
     choosing: OmitArgPrefixes[Choosing],
     output: Annotated[Path | None, arg(metavar="F")] = None,
@@ -132,6 +144,7 @@ def generate(
         max_new_tokens: Tokens to add at most.
         chat: Render each prompt, what a user says, or a line's "messages" by the model's chat template; end with the
             reply. Without a prompt each line of standard input is a turn, answered before the next is read.
+        chat_template: auto is --chat if the model has a chat template, and says so.
         system: Of a chat the system turn.
         choosing: How tokens are chosen.
         output: New file for the result, instead of standard output, where deepspeed writes as well.
@@ -144,6 +157,10 @@ def generate(
     from launcher.generation.run import session
     from parallel.runtime.launched import environment_rank
 
+    if chat_template == "auto" and not chat:
+        chat = _has_template(tokenizer or checkpoint)
+        if environment_rank()[0] == 0:
+            note("Prompts are rendered by the model's chat template." if chat else "The model has no chat template.")
     options = Options(
         checkpoint=checkpoint,
         prompts=PromptSource(text=prompt, file=prompt_file, lines=prompts_file, chat=chat, system=system),

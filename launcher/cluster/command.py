@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from pathlib import Path
 
 from parallel.runtime.launched import COMMAND
 
@@ -18,7 +19,14 @@ def ours(*words: object) -> str:
 
 def torchrun(*arguments: object, ranks: int, script: str = SCRIPT) -> str:
     """Return the command that starts ``ranks`` ranks on this machine by torchrun."""
-    return _joined(f"torchrun --standalone --nproc_per_node {ranks} {script}", arguments)
+    return _joined(f"torchrun --standalone --nproc_per_node {ranks} {started(script, '-m')}", arguments)
+
+
+def started(script: str, flag: str) -> str:
+    """Return a script as a launcher takes it: its path in a checkout, elsewhere its module behind ``flag``."""
+    if Path(script).is_file():
+        return script
+    return f"{flag} {script.removesuffix('.py').replace('/', '.')}"
 
 
 def slurm(*arguments: object, nodes: int, ranks_per_node: int, script: str = SCRIPT) -> str:
@@ -30,7 +38,7 @@ def slurm(*arguments: object, nodes: int, ranks_per_node: int, script: str = SCR
     # $( ) is literal: the shell that starts srun asks Slurm for the job's first node.
     meet = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500"'
     start = f"torchrun --nnodes {nodes} --nproc_per_node {ranks_per_node} --rdzv_backend c10d --rdzv_endpoint {meet}"
-    return _joined(f"{once_a_node} {start} {script}", arguments)
+    return _joined(f"{once_a_node} {start} {started(script, '-m')}", arguments)
 
 
 def _joined(start: str, arguments: tuple[object, ...]) -> str:

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import MutableMapping, Sequence
 
-from launcher.cluster.command import SCRIPT, slurm, torchrun
+from launcher.cluster.command import SCRIPT, slurm, started, torchrun
 from longctx.errors import ClusterError
 
 
@@ -40,7 +40,7 @@ def check_tasks(
     if tasks > 1:
         task = environment.get("OMPI_COMM_WORLD_RANK") or environment.get("PMI_RANK") or "0"
         line = torchrun(*arguments, ranks=tasks, script=script)
-        line += f"\nor, on several machines, deepspeed --hostfile hostfile {script} …"
+        line += f"\nor, on several machines, deepspeed --hostfile hostfile {started(script, '--module')} …"
         raise _refusal("mpirun", tasks, task, line, environment, script)
 
 

@@ -22,12 +22,11 @@ from launcher.evaluation.opened import OpenedModel, check_positions, check_reads
 from launcher.evaluation.options import Options
 from launcher.run_folder import CONFIG_FILE
 from longctx.chat.questions import asking
-from longctx.chat.template_files import find_templates, hash_templates
+from longctx.chat.template_files import find_templates, has_template, hash_templates
 from longctx.config import ModelConfig
 from longctx.errors import ConfigError, DataError
 from longctx.evaluation import Haystack, Setting
 from longctx.files import read_toml
-from longctx.tokenizer import Tokenizer
 from longctx.tokenizer.rows import check_rows
 from parallel.comm.world import own_rank
 
@@ -89,14 +88,6 @@ def open_subject(options: Options) -> Subject:
         without_room=frozenset(without_room),
         chat=template,
     )
-
-
-def has_template(tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer has a chat template, readable or not."""
-    try:
-        return bool(find_templates(tokenizer.files, tokenizer.path))
-    except DataError:
-        return True
 
 
 def _check_lengths(options: Options, model: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from longctx.errors import DataError
+from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.special import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, read_object
 from longctx.tokenizer.templates import TEMPLATE_FILE, TEMPLATES
 
@@ -42,6 +43,14 @@ def find_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str]:
         except UnicodeDecodeError as error:
             raise DataError(f"{name} of tokenizer={path} is no UTF-8 ({error.reason}). Copy it again.") from error
     return found
+
+
+def has_template(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer has a chat template, readable or not."""
+    try:
+        return bool(find_templates(tokenizer.files, tokenizer.path))
+    except DataError:
+        return True
 
 
 def hash_templates(files: Mapping[str, bytes], path: Path) -> str:

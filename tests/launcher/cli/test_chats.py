@@ -97,6 +97,10 @@ def test_a_template_travels_from_the_shards_to_an_answer_and_to_transformers(cap
     assert ChatEncoder(ours).encode_prompt(Conversation(tuple(QUESTION))).tolist() == ids
     wanted = ours.decode(generate(load_model(run), ids, 9, stop_ids=[1, STOP_ID]))
     words = ["generate", "--checkpoint", run, "--chat", "--max-new-tokens", 9]
+    auto = ["generate", "--checkpoint", run, "--chat-template", "auto", "--max-new-tokens", 9, "--prompt", "Hi"]
+    by_auto = call(capsys, *auto)
+    assert by_auto[:2] == call(capsys, *words, "--prompt", "Hi")[:2]
+    assert "rendered by the model's chat template" in by_auto[2]
     for prompt in (["--prompt", QUESTION[0]["content"]], ["--prompt-file", _file(tmp_path, QUESTION[0]["content"])]):
         code, out, err = call(capsys, *words, *prompt)
         assert (code, out) == (0, f"{wanted}\n"), err

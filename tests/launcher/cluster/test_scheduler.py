@@ -29,7 +29,7 @@ def refused(environment: dict[str, str]) -> str:
     return str(caught.value)
 
 
-def test_srun_without_ranks_gets_the_line_that_works():
+def test_srun_without_ranks_gets_the_line_that_works(tmp_path, monkeypatch):
     environment = dict(SRUN)
     said = refused(environment)
     assert "srun started 8 tasks" in said
@@ -38,6 +38,9 @@ def test_srun_without_ranks_gets_the_line_that_works():
     )
     assert "launcher/pretrain.py --config 'my run.toml'" in said
     assert environment["RANK"] == "3", "the first task alone speaks"
+    monkeypatch.chdir(tmp_path)  # an installed package has no such file
+    assert "-m launcher.pretrain --config 'my run.toml'" in refused(dict(SRUN))
+    monkeypatch.chdir(REPOSITORY)
     # A job of several tasks that runs the script once.
     said = refused({"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_PROCID": "0"})
     assert "--ntasks 1 --ntasks-per-node 1 --cpu-bind none torchrun --standalone --nproc_per_node 2 launcher/" in said
