@@ -1,1 +1,1 @@
-"""Processes, groups and collectives: meshes, sequence layouts, attention across ranks, ZeRO."""
+"""Distributed training: process groups, collectives, device meshes, sequence layouts, ring attention, ZeRO."""

@@ -1,4 +1,4 @@
-"""Counts of a step over all ranks and micro-batches, used to make one loss of the ranks' sums."""
+"""Counts over all ranks and micro-batches, by which a step normalizes its loss."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from parallel.comm.world import sum_over_ranks
 
 
 def sum_counts(own: Counts) -> dict[str, int]:
-    """Sum the counts over all ranks of the step, before its first backward. Collective.
+    """Sum one step's counts over all ranks, before its first backward. Collective.
 
-    ``own`` are this rank's counts: one reduction for the full step, whatever the number of micro-batches. Raise
-    TypeError if a count is not an integer.
+    ``own`` holds this rank's counts for the full step: one all-reduce, however many micro-batches. Raise TypeError if a
+    count is not an integer.
     """
-    # A tensor's dtype alone would truncate fractions.
+    # Building an int64 tensor directly would silently truncate fractions.
     counts = [operator.index(count) for count in own.values()]
     total = sum_over_ranks(torch.tensor(counts, dtype=torch.int64))
     return dict(zip(own, total.tolist(), strict=True))
 
 
 def count_step(task: Task, batches: Iterable[Countable]) -> dict[str, int]:
-    """Sum the counts of this rank's shards of a step over all ranks. Collective."""
+    """Count this rank's shards and sum the counts over all ranks. Collective."""
     return sum_counts(task.count(batches))

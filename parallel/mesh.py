@@ -1,4 +1,4 @@
-"""``Mesh``: the ranks on named axes, and the process groups of those axes."""
+"""``Mesh``: the ranks on named axes, and one process group per axis."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from parallel.runtime.launched import ranks_of_machine
 class Mesh:
     """Ranks arranged as data × ring × ulysses: rank = (data_rank · ring_degree + ring_rank) · ulysses + ulysses_rank.
 
-    The ranks of a context group (ring × ulysses) are neighbours, so they share a node if they can; those that trade
-    heads are the closest. The expert axis is laid across these: every ``expert`` neighbouring ranks divide the experts,
-    whichever part of whichever sequence they hold.
+    Ranks in a context group (ring × ulysses) are neighbours and share a node if possible; ranks that exchange heads are
+    closest. The expert axis is independent: every ``expert`` neighbouring ranks divide the experts, whichever shard of
+    whichever sequence they hold.
     """
 
     rank: int
@@ -28,26 +28,26 @@ class Mesh:
     context: int
     """Ranks that share one sequence."""
     ulysses: int = 1
-    """How many of those share rows and split heads; the rest is the ring."""
+    """Ranks within ``context`` that share rows and split heads; the rest is the ring."""
     expert: int = 1
-    """Neighbouring ranks that divide the experts of every layer."""
+    """Neighbouring ranks that divide each layer's experts."""
     ranks_per_node: int = 1
-    """Ranks that one machine holds."""
+    """Ranks on one machine."""
     context_group: ProcessGroup | None = None
-    """Group of this rank's sequence; None when the sequence is not shared."""
+    """Ranks that share this rank's sequence; None if it is not sharded."""
     ring_group: ProcessGroup | None = None
-    """The ranks of that sequence with this rank's heads; None in a ring of one."""
+    """Ranks in ``context_group`` with this rank's heads; None if the ring degree is 1."""
     between_nodes_group: ProcessGroup | None = None
-    """The ring again, for what crosses between nodes: what moves inside a node meanwhile does not wait behind it. None
-    where no ring spans nodes that hold several of its ranks."""
+    """A second communicator over the ring for traffic between nodes, so that traffic inside a node does not queue
+    behind it. None unless a ring spans nodes and has several ranks on each."""
     ulysses_group: ProcessGroup | None = None
-    """The ranks that hold the same rows; None when heads are not split."""
+    """Ranks that hold the same rows; None if heads are not split."""
     expert_group: ProcessGroup | None = None
-    """The ranks that hold all experts between them; None when every rank holds all."""
+    """Ranks that together hold all experts; None if every rank holds all."""
     control_group: ProcessGroup | None = None
-    """The context group again, for CPU tensors: the agreement before the first byte."""
+    """The context group for CPU tensors: ranks compare their inputs on it before they send the first byte."""
     comm: Communicator = field(default_factory=Communicator, compare=False, repr=False)
-    """How ranks communicate on these axes."""
+    """Collectives and point-to-point operations on these axes."""
 
     @classmethod
     def build(
@@ -59,22 +59,22 @@ class Mesh:
         ranks_per_node: int | None = None,
         check_rows: bool = False,
     ) -> Mesh:
-        """Build the mesh of the initialised process group (or of a single process). Collective.
+        """Build the mesh for the initialized process group (or for a single process). Collective.
 
-        All ranks call it with the same arguments. ``ranks_per_node`` defaults to the launcher's value. With
-        ``check_rows`` the communicator has a ledger, for ranks to compare once a step. Raise ConfigError if the degrees
-        do not divide the number of ranks.
+        All ranks pass the same arguments. ``ranks_per_node`` defaults to the launcher's value. With ``check_rows`` the
+        communicator keeps a ledger, which ranks compare once per step. Raise ConfigError if the degrees do not divide
+        the world size.
         """
         rank, world_size = own_rank(), num_ranks()
         check_degrees(world_size, context=context, ulysses=ulysses, expert=expert)
-        # Axis by axis, in the same order on all ranks: creating a group waits for its other members.
+        # One axis at a time, in the same order on all ranks: creating a group blocks until its other members join.
         spans = [range(first, first + context) for first in range(0, world_size, context)]
         context_group = own_group(spans)
         ring_group, ulysses_group = context_group, None
         rings = [span[n::ulysses] for span in spans for n in range(ulysses)]
         if ulysses > 1:
-            # Neighbours trade heads, since that exchange waits for its bytes; ring hops overlap with compute and may
-            # reach far.
+            # Neighbours exchange heads because that all-to-all is exposed; ring hops overlap with compute and tolerate
+            # distance.
             neighbours = [span[n : n + ulysses] for span in spans for n in range(0, context, ulysses)]
             ulysses_group = own_group(neighbours)
             ring_group = own_group(rings)
@@ -85,7 +85,8 @@ class Mesh:
             control_group = own_group(spans, backend="gloo")  # the compared tensors are on the CPU
         in_node = ranks_per_node or ranks_of_machine() or world_size
         between_nodes_group = None
-        # For all rings, including those that do not need it, so that every rank creates equally many groups.
+        # If one ring needs it, all rings create it: torch names a group by its ranks and by how many groups the caller
+        # has created, so these counts must match on all ranks.
         if any(1 < _ranks_in_node(ring, in_node) < len(ring) for ring in rings):
             between_nodes_group = own_group(rings)
         ledger = None
@@ -109,54 +110,54 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """Data degree: number of different sequences that are worked on at once."""
+        """Data degree: number of different sequences processed at once."""
         return self.world_size // self.context
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's sequence among those that are worked on at once."""
+        """Index of this rank's sequence among the ``data`` concurrent ones."""
         return self.rank // self.context
 
     @property
     def context_rank(self) -> int:
-        """Index of this rank's part of the sequence."""
+        """Index of this rank's shard in its sequence."""
         return self.rank % self.context
 
     @property
     def ring_degree(self) -> int:
-        """Number of ring ranks: groups of ranks that hold different rows of the sequence."""
+        """Number of ring ranks; each holds different rows."""
         return self.context // self.ulysses
 
     @property
     def ring_rank(self) -> int:
-        """This rank's number in its ring."""
+        """This rank's position in its ring."""
         return self.context_rank // self.ulysses
 
     @property
     def ulysses_rank(self) -> int:
-        """Index of this rank's part of the heads."""
+        """Index of this rank's head shard."""
         return self.context_rank % self.ulysses
 
     @property
     def expert_rank(self) -> int:
-        """Index of this rank's part of the experts."""
+        """Index of this rank's expert shard."""
         return self.rank % self.expert
 
     def ring_peer(self, ring_rank: int) -> int:
-        """Return the global rank of the member of this rank's ring with that number."""
+        """Return the global rank at position ``ring_rank`` in this rank's ring."""
         return self.rank + (ring_rank - self.ring_rank) * self.ulysses
 
     def context_peer(self, context_rank: int) -> int:
-        """Return the global rank of the member of this rank's context group with that number."""
+        """Return the global rank at position ``context_rank`` in this rank's context group."""
         return self.rank - self.context_rank + context_rank
 
     @property
     def ring_ranks_in_node(self) -> int:
-        """Number of neighbouring ring ranks in one node; 1 if the nodes hold unequal numbers of them."""
+        """Number of neighbouring ring ranks per node; 1 if nodes hold different numbers."""
         return _ranks_in_node([self.ring_peer(index) for index in range(self.ring_degree)], self.ranks_per_node)
 
     def describe(self) -> str:
-        """Return one line for the log."""
+        """Return a one-line summary for the log."""
         line = f"{self.world_size} ranks = data {self.data} × context {self.context}"
         if self.ulysses > 1:
             line += f" (ring {self.ring_degree} × ulysses {self.ulysses})"
@@ -166,8 +167,9 @@ class Mesh:
 
 
 def _ranks_in_node(ring: Sequence[int], ranks_per_node: int) -> int:
-    """Return the number of a ring's ranks on each of its nodes; 1 if the nodes differ."""
-    # Nodes with unequal numbers of ranks have no counterparts to cross over to: then the ring has one level.
+    """Return how many ranks the ring has on each node; 1 if nodes differ."""
+    # Two-level transport pairs ranks with the same local index across nodes. If nodes hold different numbers, some
+    # ranks have no counterpart, so the ring keeps one level.
     counts = set(Counter(rank // ranks_per_node for rank in ring).values())
     if len(counts) > 1:
         return 1
@@ -175,7 +177,7 @@ def _ranks_in_node(ring: Sequence[int], ranks_per_node: int) -> int:
 
 
 def nearest(value: int, fits: Sequence[int]) -> int:
-    """Return the element of ``fits`` closest to the value, the smaller of two."""
+    """Return the element in ``fits`` closest to the value; the smaller one in a tie."""
     return min(fits, key=lambda n: (abs(n - value), n))
 
 
@@ -187,9 +189,9 @@ def check_degrees(
     expert: int = 1,
     valid: Callable[[str, list[int]], list[int]] = lambda name, degrees: degrees,
 ) -> None:
-    """Raise ConfigError unless the axes fit the number of ranks.
+    """Raise ConfigError unless the axes fit the world size.
 
-    It offers those degrees that ``valid(name, degrees)`` returns: that no other rule refuses.
+    The message suggests only degrees that ``valid(name, degrees)`` returns, so that no other check rejects them.
     """
     for name, degree in (("context", context), ("ulysses", ulysses), ("expert", expert)):
         if degree < 1:

@@ -1,4 +1,4 @@
-"""Build a model on a mesh: one function, in the order that matters."""
+"""Build a model on a mesh: attention and experts, then weights, then the objective."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def build_parallel_model(
     seed: int | None = 0,
     device: str | None = None,
 ) -> Task:
-    """Build the module that ZeRO wraps: a decoder whose attention and experts span the mesh's ranks, and its objective.
+    """Build the module that ZeRO wraps: a decoder whose attention and experts span the mesh, and its objective.
 
     Weights depend only on ``seed`` and their names, so every mesh starts from the same model; each rank holds its local
-    experts. With ``seed=None`` nothing is allocated: weights are on the meta device, and under ZeRO
-    ``ZeroEngine.initialize`` or ``load`` gives each rank its part. ``device`` is the device of the weights (None: the
-    CPU, or meta). ``dispatcher=None`` builds the mesh's. Raise ConfigError if the layers do not support this layout, or
-    the experts this degree.
+    experts. With ``seed=None`` weights stay on the meta device without storage, and under ZeRO
+    ``ZeroEngine.initialize`` or ``load`` fills each rank's partition. ``device`` places the weights (None: the CPU, or
+    meta). ``dispatcher=None`` builds the mesh's. Raise ConfigError if the layers do not support this layout, or the
+    experts this degree.
     """
     execution = execution or Execution()
-    # 1. Attention and dispatcher first: the model is built around them, with this rank's local experts.
+    # 1. Attention and dispatcher first: the decoder is built around them, with this rank's local experts.
     options = AttentionOptions(kernel, transport, communication_dtype, deterministic, execution.products)
     if device is None:
         device = "cpu"
@@ -57,10 +57,10 @@ def build_parallel_model(
     decoder = build_empty_decoder(
         config, mesh, layout=layout, options=options, execution=execution, dispatcher=dispatcher, device=device
     )
-    # 2. Then weights: they depend on names and seed, not on the ranks that hold them.
+    # 2. Then weights: they depend on names and seed, not on their placement.
     if seed is not None:
         decoder.initialize(seed)
-    # 3. The objective outermost: DeepSpeed wraps one module, and under ZeRO-3 gathers weights only for its forward.
+    # 3. The objective last: DeepSpeed wraps one module, and ZeRO-3 gathers weights only during that module's forward.
     return build_objective(decoder, objective, _context_sum(mesh), _shift_over(mesh))
 
 
@@ -74,23 +74,22 @@ def build_empty_decoder(
     dispatcher: TokenDispatcher | None = None,
     device: str = "cpu",
 ) -> Decoder:
-    """Build a decoder whose attention and experts span the mesh's ranks, with unset weights: for a state dict to fill.
+    """Build a decoder whose attention and experts span the mesh, with uninitialized weights for a state dict to fill.
 
-    Weights and buffers are on ``device``, which may be ``meta``. ``dispatcher=None`` builds the mesh's.
-
-    Raise ConfigError if the layers do not support this layout, or the experts this degree.
+    Weights and buffers are on ``device``, which may be ``meta``. ``dispatcher=None`` builds the mesh's. Raise
+    ConfigError if the layers do not support this layout, or the experts this degree.
     """
     check_layers(config, layout, mesh.ring_degree)
     check_experts(config, mesh.expert, mesh.world_size)
     cores = build_cores(mesh, layout, options or AttentionOptions())
     dispatcher = dispatcher or _dispatcher(config, mesh)
-    # Only weights and buffers are on the device: everything else that a decoder holds is created when it runs.
+    # The device context covers only weights and buffers: the decoder allocates everything more at run time.
     with torch.device(device):
         return Decoder(config, cores, dispatcher=dispatcher, execution=execution, seed=None)
 
 
 def check_layers(config: ModelConfig, layout: str, ring_degree: int) -> None:
-    """Raise ConfigError if a layout does not support the mixers of all layers."""
+    """Raise ConfigError unless the layout supports every layer's mixer."""
     for mixer in mixers_of(config):
         if mixer.core not in CORES:
             raise ConfigError(
@@ -101,9 +100,9 @@ def check_layers(config: ModelConfig, layout: str, ring_degree: int) -> None:
 
 
 def check_experts(config: ModelConfig, degree: int, world_size: int | None = None) -> None:
-    """Raise ConfigError unless the experts of every layer divide equally over ``degree`` ranks.
+    """Raise ConfigError unless every layer's experts divide equally over ``degree`` ranks.
 
-    With ``world_size``, the message offers only degrees that divide the number of ranks, too.
+    With ``world_size``, the message suggests only degrees that also divide the world size.
     """
     if degree > 1 and not config.num_experts:
         raise ConfigError(f"parallel.expert={degree}, but the model has no experts.\nSet parallel.expert=1.")
@@ -126,12 +125,13 @@ _SHIFTING = "telling what follows the last tokens of a rank"
 
 
 def _shift_over(mesh: Mesh) -> Shift:
-    """Return ``shifted`` over the ranks that share a sequence: every rank receives eight bytes of each token."""
+    """Return ``shifted`` over the ranks that share a sequence, by gathering eight bytes per token."""
 
     def shift(values_Bt: Tensor, batch: Batch) -> Tensor:
         if mesh.context_group is None or batch.placement is None:
             return shifted(values_Bt, batch)
-        # A layout may cut anywhere, a striped one after every token. An id is small compared to a hidden state.
+        # A layout may cut anywhere (striped: after every token), so the next token may be on any rank. Gathering all
+        # token ids is cheap: an id is small compared to a hidden state.
         every = mesh.comm.all_gather(values_Bt, mesh.context_group, doing=_SHIFTING)
         whole_BT = batch.placement.join(list(every), 1)
         return batch.placement.split(whole_BT.roll(-1, 1), mesh.context_rank, 1)
@@ -152,11 +152,11 @@ def _context_sum(mesh: Mesh):
         if batch.placement is None or counts_LSE.shape[1] != num_documents:
             mesh.comm.all_reduce(counts_LSE, mesh.context_group, doing=_ADDING)
             return counts_LSE
-        # A document on a single rank is counted already; of a packed batch few are on several.
+        # A document on a single rank is complete already, and few documents in a packed batch span several ranks.
         shared = torch.from_numpy(shared_documents(batch.placement, batch.documents.bounds))
         shared = shared.to(counts_LSE.device, non_blocking=True)
         summed = counts_LSE.index_select(1, shared)
-        # A token chooses an expert once, so no count exceeds the number of tokens: int32 halves the bytes.
+        # A token chooses an expert once, so no count exceeds the token count, and int32 halves the bytes.
         if batch.documents.num_tokens < 2**31:
             summed = summed.int()
         mesh.comm.all_reduce(summed, mesh.context_group, doing=_ADDING)

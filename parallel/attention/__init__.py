@@ -1,4 +1,4 @@
-"""Attention over a sequence that is spread over ranks."""
+"""Attention over a sequence that is sharded across ranks."""
 
 from parallel.attention.softmax import attend
 

@@ -1,7 +1,7 @@
-"""Agreement of the ranks that share a sequence on their plan of attention, before its first byte is sent.
+"""Verification that ranks sharing a sequence have the same attention plan, before the first byte is sent.
 
-A rank with another schedule or other shapes would make its peers wait for rows that never come, or add up rows that do
-not belong together. So ranks agree on a plan of attention when it is built, once per batch and kind of layer.
+A rank with another schedule or other shapes would make its peers wait for rows that never come, or add rows that do not
+belong together. So ranks compare an attention plan when they build it, once per batch and layer kind.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _AGREEING = "agreeing on a schedule"
 
 
 class Agreed(Protocol):
-    """Object that must be equal on all ranks: a schedule of attention, or the states of linear attention."""
+    """Object that must be equal on all ranks: an attention schedule, or linear-attention states."""
 
     @property
     def digest(self) -> str:
-        """Fingerprint of everything that is agreed on."""
+        """Checksum over everything that must match."""
         ...
 
     def describe(self) -> str:
-        """Return a one-line description of it, for a message."""
+        """Return a one-line description for error messages."""
         ...
 
 
 def degree_problem(layout: SequenceLayout, mesh: Mesh) -> str | None:
-    """Return an error message if the layout does not fit this mesh; None if it is for as many ranks."""
+    """Return an error message if the layout has a different number of ranks than the mesh, otherwise None."""
     if (mesh.context, mesh.ulysses) == (layout.degree, layout.ulysses):
         return None
     return (
@@ -43,16 +43,17 @@ def degree_problem(layout: SequenceLayout, mesh: Mesh) -> str | None:
 
 
 def agree(agreed: Agreed, mesh: Mesh, signature: str, problem: str | None) -> None:
-    """Compare the digest and the ``signature`` of the call over the context group. Collective.
+    """Compare digest and call ``signature`` over the context group. Collective.
 
-    Raise ConfigError on every rank if one has a ``problem``, ClusterError if they differ.
+    Raise ConfigError on every rank if one has a ``problem``, ClusterError on a mismatch.
     """
+    # On the control group, i.e. on CPU tensors: a GPU collective would synchronize host and device for every plan.
     group = mesh.control_group
     if group is None:
         if problem is not None:
             raise ConfigError(problem)
         return
-    # A rank with a problem takes part: the others would wait for it.
+    # A rank with a problem still takes part: the others would wait for it.
     mine = torch.frombuffer(bytearray(_digest(agreed, signature, problem)), dtype=torch.uint8)
     try:
         seen = mesh.comm.all_gather(mine, group, doing=_AGREEING)
@@ -63,8 +64,6 @@ def agree(agreed: Agreed, mesh: Mesh, signature: str, problem: str | None) -> No
 
 
 class _Statement(NamedTuple):
-    """Arguments of one rank, for a message."""
-
     problem: str | None
     description: str
     digest: str
@@ -72,13 +71,13 @@ class _Statement(NamedTuple):
 
 
 def _digest(agreed: Agreed, signature: str, problem: str | None) -> bytes:
-    # A fixed number of bytes, whatever is described: one small collective per plan.
+    # Fixed size regardless of the description: one small collective per plan.
     return blake2b(f"{agreed.digest} {signature} {problem or ''}".encode(), digest_size=16).digest()
 
 
 def _raise_difference(agreed: Agreed, signature: str, problem: str | None, mesh: Mesh, group: ProcessGroup) -> None:
-    """Raise the first problem, or the difference, in the same words on every rank."""
-    # Descriptions are long, so they are sent only once the digests have shown a difference.
+    """Raise the first problem, or the mismatch, with the same text on every rank."""
+    # Descriptions are long, so ranks exchange them only after a digest mismatch.
     mine = _Statement(problem, agreed.describe(), agreed.digest, signature)
     statements: list[_Statement] = mesh.comm.gather_objects(mine, group, doing=_AGREEING)
     for rank, statement in enumerate(statements):

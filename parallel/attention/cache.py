@@ -1,4 +1,4 @@
-"""ShardedKVCache: keys and values of a sequence that several ranks continue together, each token's on one rank."""
+"""ShardedKVCache: keys and values for a sequence that several ranks extend together; each token is on one rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from parallel.mesh import Mesh
 
 
 class ShardedKVCache(KVCache):
-    """Keys and values of this rank, layer by layer, and the tokens they belong to.
+    """This rank's keys and values per layer, and the tokens they belong to.
 
-    Chunks of a prompt are split over the ranks by a layout; tokens that every rank is given are dealt round-robin. So
-    every rank stores equally many. The states of linear layers are small, and every rank holds all of them.
+    A layout splits a prompt's chunks over the ranks; tokens that every rank processes are stored round-robin. So all
+    ranks store equally many. Linear layers' states are small, and every rank holds all of them.
     """
 
     def __init__(self, mesh: Mesh, layout: str) -> None:
-        """Create an empty cache; ``layout`` is the kind of layout that splits chunks."""
+        """Create an empty cache; ``layout`` is the layout kind that splits chunks."""
         super().__init__()
         self.mesh, self.layout = mesh, layout
         self._tokens = CachedLayout()
@@ -40,17 +40,18 @@ class ShardedKVCache(KVCache):
         return ShardedKVCache(self.mesh, self.layout)
 
     def copy(self) -> ShardedKVCache:
-        """Return a copy of this rank's tokens, in buffers of its own."""
+        """Return a copy of this rank's tokens, in separate buffers."""
         other = super().copy()
-        # Shared: extending it creates another object.
+        # CachedLayout is immutable, so sharing it is safe.
         other._tokens = self._tokens
         return other
 
     def encoded(self, source: Stream, encode: Callable[[Stream], EncodedSource]) -> EncodedSource:
-        """Encode the source: each rank encodes its part and gathers the others'. Collective."""
+        """Encode the source: each rank encodes its shard and gathers the others'. Collective."""
         mesh, group = self.mesh, self.mesh.context_group
         if group is None:
             return encode(source)
+        # Pad so that the layout cuts the source into equal shards; the padding is dropped after the gather.
         parts = num_parts(self.layout, mesh.context, mesh.ulysses)
         padded = source.padded(-(-source.documents.num_tokens // parts) * parts)
         documents = padded.documents
@@ -66,23 +67,23 @@ class ShardedKVCache(KVCache):
         return replace(found, hidden_BsM=whole_BsM, documents=source.documents, placement=None)
 
     def free(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         super().free()
         self._tokens = CachedLayout()
 
     def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
-        """Yield the next tokens as chunks of about ``chunk_tokens``; the last few go to every rank."""
+        """Yield the next tokens as chunks with about ``chunk_tokens`` each; the last few go to every rank."""
         mesh, left = self.mesh, num_tokens
         for tokens, is_split in chunk_sizes(num_tokens, chunk_tokens, self.layout, mesh.context, mesh.ulysses):
             yield self._chunk(tokens, left, is_split=is_split)
             left -= tokens
 
     def extend(self, chunk: TokenChunk) -> None:
-        """Record which of the chunk's tokens this rank has stored."""
+        """Record the chunk tokens that this rank has stored."""
         self._tokens = chunk.placement.after(self.mesh.context_rank)
 
     def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
-        """Gather the values of all tokens of the chunk, [B, T], from each rank's [B, t]. Collective."""
+        """Gather the values for all chunk tokens, [B, T], from each rank's [B, t]. Collective."""
         layout, group = chunk.placement.layout, self.mesh.context_group
         if layout is None or group is None:
             return values_Bt
@@ -92,10 +93,11 @@ class ShardedKVCache(KVCache):
         return layout.join(list(gathered), 1)
 
     def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
-        """Return the ``count`` integers that the first rank of the sequence chooses, on all ranks. Collective."""
+        """Return the ``count`` integers that the sequence's first rank chooses, on all ranks. Collective."""
         group = self.mesh.control_group
         if group is None:
             return choose()
+        # One rank chooses, so that all ranks continue with the same tokens.
         chosen = torch.zeros(count, dtype=torch.int64)
         if self.mesh.context_rank == 0:
             chosen[:] = torch.tensor(choose())

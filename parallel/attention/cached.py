@@ -1,6 +1,6 @@
-"""Attention of new tokens over a cache whose keys are spread over ranks: chunks of a prompt, and decoding.
+"""Attention for new tokens over a cache whose keys are sharded over ranks: prompt chunks, and decoding.
 
-Keys never leave their rank. A chunk's queries visit them (``parallel/transport/query_ring.py``), and the results are
+Keys never leave their rank. A chunk's queries travel to them (``parallel/transport/query_ring.py``), and results are
 merged by their log-sum-exps in float32, as in training.
 
 Axes: B batch, t this rank's new tokens, s cached keys, H query heads, K key/value heads, D query/key head size, V value
@@ -45,28 +45,28 @@ from parallel.transport.query_ring import Compute, attend_by_visits, merge_gathe
 
 @dataclass(frozen=True, eq=False)
 class CachedPlan:
-    """Plan of all layers of one kind for the new tokens of one chunk."""
+    """One chunk's plan, shared by all layers of one kind."""
 
     mesh: Mesh
     shapes: AttentionShapes
     kernel: AttentionKernel
     stored: slice
-    """The rows of the new tokens whose keys this rank stores."""
+    """New tokens' rows whose keys this rank stores."""
     earlier_rows: int
-    """Rows of this rank's cache that some query sees."""
+    """Rows in this rank's cache that some query sees."""
     later_rows: int
-    """Rows that are to join them."""
+    """Rows that will be appended later."""
     work: tuple[tuple[Work, ...], ...]
-    """With the queries of each rank, by hop; one entry where every rank has all queries."""
+    """Work per hop with the visiting rank's queries; a single entry if every rank has all queries."""
     is_replicated: bool
 
     @classmethod
     def build(
         cls, mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh, options: AttentionOptions
     ) -> CachedPlan:
-        """Build the plan of a chunk. Collective, except for single tokens.
+        """Build a chunk's plan. Collective, except for single tokens.
 
-        Raise ConfigError on every rank if one has a problem, ClusterError if ranks differ or one is too late.
+        Raise ConfigError on every rank if one has a problem, ClusterError if ranks mismatch or one times out.
         """
         problem = chunk_problem(mask, shapes, placement, mesh)
         plan = None
@@ -82,7 +82,7 @@ class CachedPlan:
 
 
 def chunk_problem(mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh) -> str | None:
-    """Return the reason if a chunk cannot be read, otherwise None."""
+    """Return the reason if a chunk cannot be processed, otherwise None."""
     if not isinstance(placement, ChunkPlacement):
         return f"the cache is none of these {mesh.context} ranks' own. Take Decoder.new_cache()."
     if not mask.causal:
@@ -98,11 +98,11 @@ def chunk_problem(mask: AttentionMask, shapes: AttentionShapes, placement: objec
 def agree_on_chunk(placement: object, mesh: Mesh, signature: str, problem: str | None) -> None:
     """Compare the chunk over the context group, unless it is a single token.
 
-    Raise ConfigError on every rank if one has a ``problem``, ClusterError if they differ.
+    Raise ConfigError on every rank if one has a ``problem``, ClusterError on a mismatch.
     """
     if not isinstance(placement, ChunkPlacement):
         raise ConfigError(problem or "no chunk")
-    # The plan of a generated token follows from the chunks before it, so no agreement is needed.
+    # A generated token's plan follows from the chunks before it, so a comparison is redundant.
     if problem is None and placement.layout is None and placement.num_tokens == 1 and placement.earlier.num_tokens:
         return
     agree(placement, mesh, signature, problem)
@@ -118,11 +118,12 @@ def attend_cached(
     scores: Scores | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return the output [B, t, H, V] of new tokens over all cached keys and their own. Collective; no backward."""
+    """Return the output [B, t, H, V] for new tokens over all cached keys and their own. Collective; no backward."""
     plan.shapes.check_call(q_BtHD, sinks_H)
     check_no_gradient(q_BtHD)
     scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
     compute = _over_own_keys(k_BtKD, v_BtKV, plan, cache, scores)
+    # Two transports: replicated queries need one gather of partial results; split queries travel around the ring.
     if plan.is_replicated:
         out, lse = merge_gathered(plan.mesh, compute(q_BtHD, 0))
     else:
@@ -142,9 +143,9 @@ def attend_cached_each(
     scores: Scores | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return the output [1, t, H, V] of several sequences' tokens, which every rank has, each over its own cache.
+    """Return the output [1, t, H, V] for tokens that every rank has, each sequence over its own cache.
 
-    Collective: one gather for all sequences. There is no backward.
+    Collective, with one gather for all sequences. No backward.
     """
     check_no_gradient(q_BtHD)
     scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
@@ -153,6 +154,7 @@ def attend_cached_each(
         compute = _over_own_keys(k_BtKD[:, tokens], v_BtKV[:, tokens], of_one, cache, scores)
         parts.append(compute(q_BtHD[:, tokens], 0))
     out, lse = (torch.cat(of_tokens, dim=1) for of_tokens in zip(*parts, strict=True))
+    # Concatenate before the gather: one collective for all sequences, however many are decoded together.
     out, lse = merge_gathered(plan.plans[0].mesh, (out, lse))
     if sinks_H is not None:
         out, lse = apply_sinks(out, lse, sinks_H)
@@ -160,7 +162,8 @@ def attend_cached_each(
 
 
 def _over_own_keys(k_BtKD: Tensor, v_BtKV: Tensor, plan: CachedPlan, cache: LayerCache, scores: Scores) -> Compute:
-    """Store this rank's part of the new keys; return the function that computes queries over all its stored keys."""
+    # Store before computing: a query also sees keys from its own chunk.
+    """Store this rank's new keys; return a function that computes queries over all its stored keys."""
     stored = plan.stored
     keys, values = append_rows(
         cache,
@@ -186,8 +189,10 @@ def _assemble(
     """Build this rank's plan. Raise ConfigError if the kernel does not support it."""
     rank, is_replicated = mesh.context_rank, placement.layout is None
     start = placement.earlier.num_tokens
+    # With a window, only rows from the oldest visible token on count.
     earlier = tokens_from(placement.earlier.runs, start - earlier_seen(mask, shapes))
     stored = placement.stored(rank)
+    # By hop: at hop h the queries from the rank h positions before this one arrive.
     visitors = [rank]
     if not is_replicated:
         visitors = [(rank - hop) % mesh.context for hop in range(mesh.context)]
@@ -229,7 +234,7 @@ def _request(mask: AttentionMask, shapes: AttentionShapes, options: AttentionOpt
 
 
 def _rows_of(stored: Runs, start: int, *, is_replicated: bool) -> slice:
-    """Return the stored tokens among those given to the rank: all of them, or every n-th."""
+    """Return the stored rows among the rank's new rows: all of them, or every n-th."""
     if not is_replicated:
         return slice(None)
     if not stored:
@@ -239,7 +244,7 @@ def _rows_of(stored: Runs, start: int, *, is_replicated: bool) -> slice:
 
 
 def _no_keys(q_BtHD: Tensor, value_dim: int) -> PartialResult:
-    """Return the result of queries over no keys."""
+    """Return the partial result without keys: zeros, with log-sum-exp −∞."""
     shape = q_BtHD.shape[:-1]
     out = q_BtHD.new_zeros((*shape, value_dim), dtype=accumulate_dtype(q_BtHD.dtype))
     return out, q_BtHD.new_full(shape, -torch.inf, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""ContextParallelAttention: the core that layers call."""
+"""ContextParallelAttention: the softmax core that layers call."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from parallel.schedule.schedule import Schedule
 
 
 class ContextParallelAttention(CoreOverRanks):
-    """Core of softmax attention over ranks. It supports every layout."""
+    """Softmax attention core over ranks. It supports every layout."""
 
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> ContextParallelPlan | CachedPlan:
-        """Build the schedule of the mask, and agree on it with the other ranks. Collective.
+        """Build the mask's schedule, and check that all ranks have the same one. Collective.
 
-        ``placement`` is the layout that the batch was split by; without one it is built as this core's kind. With a
-        cache it is the chunk's (``ChunkPlacement``). ``key_placement`` is the layout of the keys in cross attention.
+        ``placement`` is the layout by which the batch was split; by default, one of this core's kind is built. With a
+        cache it is the chunk's ``ChunkPlacement``. ``key_placement`` is the layout for keys in cross attention.
         """
         if shapes.cached_tokens is not None:
             return CachedPlan.build(mask, shapes, placement, self.mesh, self.options)
@@ -77,7 +77,7 @@ class ContextParallelAttention(CoreOverRanks):
         scores: Scores | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Return the output [1, t, H, V] of each sequence's tokens over its own cache, on all ranks. Collective."""
+        """Return each sequence's output [1, t, H, V] over its own cache, on all ranks. Collective."""
         if all(of_one.is_replicated for of_one in plan.plans):
             return attend_cached_each(q_BtHD, k_BtKD, v_BtKV, plan, caches, scores=scores, sinks_H=sinks_of(weights))
         return super().attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=caches, scores=scores, weights=weights)

@@ -1,4 +1,4 @@
-"""The cores over ranks, by the names that mixers give (``longctx/architecture/mixers``)."""
+"""Attention cores over ranks, by the names that mixers use (``longctx/architecture/mixers``)."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ CORES: dict[str, type[CoreOverRanks]] = {
 
 
 def build_cores(mesh: Mesh, layout: str, options: AttentionOptions) -> dict[str, AttentionCore]:
-    """Build all cores of a mesh, whichever of them a model uses."""
+    """Build all the mesh's cores, including those that the model does not use."""
     return {name: kind(mesh, layout, options) for name, kind in CORES.items()}

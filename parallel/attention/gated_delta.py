@@ -1,13 +1,13 @@
-"""The gated delta rule over a sequence that is spread over ranks: segments of documents are joined, no row moves.
+"""Gated delta rule over a sharded sequence: ranks join document segments through their states; no row moves.
 
-A rank computes its own segments; ``JoinSegments`` provides the states that enter them. A document's first segment needs
-no state of others, and its last gives none: with a contiguous layout no rank computes a state twice.
+A rank computes its own segments; ``JoinSegments`` provides their initial states. A document's first segment needs no
+remote state, and its last sends none: in a contiguous layout no rank computes a state twice.
 
-With a cache, every rank has the state of all tokens before a chunk, and the last of those tokens. Every rank composes
-all segments of the chunk, in one order, so that states stay the same to the bit; single tokens send nothing.
+With a cache, every rank has the state after all tokens before a chunk, and the last few of these tokens. Every rank
+composes all segments in the chunk, in one order, so that states stay bitwise equal; single tokens send nothing.
 
-Axes: B batch, t this rank's tokens, K key heads, D key head size, X channels of values, decay and β of a key head,
-H value heads, V value head size, R tokens that the convolution reads, C channels of a key head.
+Axes: B batch, t this rank's tokens, K key heads, D key head size, X channels of values, decay and β per key head, H
+value heads, V value head size, R tokens that the convolution reads, C channels per key head.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from parallel.attention.state_plans import CoreOfStates, StatesOfBatch, StatesOf
 
 
 class ContextParallelGatedDelta(CoreOfStates):
-    """Core of gated delta layers over ranks."""
+    """Gated delta core over ranks."""
 
     what: ClassVar[str] = "gated delta rule"
     why_not_striped: ClassVar[str] = "gated delta layers (model.layers) pass a state from token to token"
@@ -51,7 +51,7 @@ class ContextParallelGatedDelta(CoreOfStates):
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Return the output [B, t, K, G·V] of this rank's tokens, equal to one process's but for rounding."""
+        """Return the output [B, t, K, G·V] for local tokens, equal to a single process up to rounding."""
         B, t, K = q_BtKD.shape[:3]
         batch, given = plan.shapes.batch, weights_of(weights)
         if isinstance(plan, StatesOfChunk):
@@ -62,9 +62,10 @@ class ContextParallelGatedDelta(CoreOfStates):
         groups, exchange = 1, None
         if plan.mesh.context > 1 and plan.states.num_given:
             exchange = JoinSegments(plan.mesh, plan.states)
+            # Before the heads are split: autograd then runs its backward last, after every group has used the exchange.
             q = _SettleBehind.apply(q, exchange)
-        # A rank waits for the state of the one before it: head by head, it waits only for the first head. A GPU
-        # computes all heads at once in the time of one.
+        # A rank waits for the previous rank's state. On a CPU, go head by head: then it waits only for the first head.
+        # A GPU computes all heads at once in the time for one.
         if exchange is not None and on_cpu(q):
             groups = K
         kept = _ByGroup(recompute_cache, groups)
@@ -80,6 +81,7 @@ class ContextParallelGatedDelta(CoreOfStates):
             of_group = weights_of(weights_h)
             outs.append(gated_delta(as_tokens(q_h, k_h, v_h, of_group), of_group, options)[0])
         kept.finish()
+        # Forward, too: a rank without remote states would otherwise run ahead with pending collectives.
         if exchange is not None:
             exchange.settle()
         out = outs[0]
@@ -89,7 +91,7 @@ class ContextParallelGatedDelta(CoreOfStates):
 
 
 class _SettleBehind(torch.autograd.Function):
-    """Identity that settles an exchange after the backward passes of all readers of the values."""
+    """Identity that, in backward, waits for an exchange's unread gathers, after all readers of the values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: JoinSegments) -> Tensor:
@@ -110,9 +112,10 @@ def _attend_cached(
     plan: StatesOfChunk,
     cache: LayerCache,
 ) -> Tensor:
-    """Return the output [B, t, K, G·V] of new tokens, and add them to the cached state. Collective."""
+    """Return the output [B, t, K, G·V] for new tokens, and update the cached state. Collective."""
     plan.shapes.check_call(q_BtKD, None)
     check_no_gradient(q_BtKD)
+    # Every rank has all tokens and the state before them, so each computes the same new state locally.
     if plan.states is None:
         local = LocalDeltaPlan(plan.segments, plan.shapes.beta_scale)
         return LocalGatedDelta()(q_BtKD, k_BtKD, v_BtKX, plan=local, cache=cache, weights=weights)
@@ -124,12 +127,12 @@ def _attend_cached(
 
 
 class _AfterState:
-    """Exchange with one more result than segments: the state after the chunk's last token."""
+    """Exchange with one result more than there are segments: the state after the chunk's last token."""
 
     state: Tensor
-    """After the chunk, [1, B, H, D, V]."""
+    """State after the chunk, [1, B, H, D, V]."""
     newest: Tensor
-    """Channels of the chunk's last tokens, [1, B, R, K, C]."""
+    """Channels for the chunk's last tokens, [1, B, R, K, C]."""
 
     def __init__(self, join: JoinSegments) -> None:
         self.join = join
@@ -162,7 +165,7 @@ class _AfterState:
 
 
 class _ByGroup:
-    """Results of groups of heads, which a recompute cache stores as one layer's."""
+    """Results per head group, which a recompute cache stores as one layer's."""
 
     def __init__(self, cache: RecomputeCache | None, groups: int) -> None:
         self._cache, self._results = cache, [()] * groups
@@ -171,7 +174,7 @@ class _ByGroup:
             self._known = cache.load()
 
     def of_group(self, group: int) -> _OneGroup | None:
-        """Return the store of one group's results; None if nothing is kept."""
+        """Return the store for one group's results; None without a cache."""
         if self._cache is None:
             return None
         known = None
@@ -181,23 +184,23 @@ class _ByGroup:
         return _OneGroup(self._results, group, known)
 
     def finish(self) -> None:
-        """Hand the results of all groups to the cache."""
+        """Pass all groups' results to the cache."""
         if self._cache is not None and self._known is None:
             self._cache.save(*chain.from_iterable(self._results))
-        # A graph that holds its own results is freed only by the garbage collector.
+        # Break the reference cycle: a graph that holds its own results is freed only by the garbage collector.
         self._results.clear()
 
 
 @dataclass
 class _OneGroup:
-    """Results of one group (``longctx.kernels.gated_delta.call.Saved``)."""
+    """One group's results (``longctx.kernels.gated_delta.call.Saved``)."""
 
     results: list[tuple[Tensor, ...]]
     group: int
     known: tuple[Tensor, ...] | None
 
     def load(self) -> tuple[Tensor, ...] | None:
-        # Handed over and not kept, as in the cache.
+        # Release the reference on load, as the cache does.
         known, self.known = self.known, None
         return known
 

@@ -1,6 +1,6 @@
-"""GatherStates: exchange of the states of linear attention between the ranks of a sequence, in one all-gather.
+"""GatherStates: exchange linear-attention states between a sequence's ranks, in one all-gather.
 
-Axes: B batch, K key/value heads, D key head size, W = V + 1 of the value head size V, s states, P ranks.
+Axes: B batch, K key/value heads, D key head size, W = V + 1 for value head size V, s states, P ranks.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from parallel.schedule.states import Open, StatePlan
 
 @dataclass(frozen=True)
 class GatherStates:
-    """Exchange of states among a context group; each rank adds those it needs in the order of the sequence."""
+    """Exchange states within a context group; each rank sums those it needs in sequence order."""
 
     mesh: Mesh
     states: StatePlan
     layer: int = field(default_factory=lambda: DOING.layer)
-    """Where it was made, should a message of its be named: backward does not say."""
+    """Layer for messages; stored because backward does not mark layers."""
 
     def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
-        """Start to gather for each segment the sum of its document's earlier ones (of all others, if not causal)."""
+        """Start gathering states; the result sums, per segment, its document's earlier ones (all others, if not
+        causal).
+        """
         return self._exchange(
             given_sBKDW, self.states.given, self.states.taken, before=True, after=not self.states.causal
         )
 
     def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
-        """Start to gather, for each given state, the gradients of all segments that took it."""
+        """Start gathering gradients; the result sums, per sent state, those from all segments that received it."""
         return self._exchange(
             dtaken_sBKDW, self.states.taken, self.states.given, before=not self.states.causal, after=True
         )
@@ -48,7 +50,7 @@ class GatherStates:
         before: bool,
         after: bool,
     ) -> Callable[[], Tensor]:
-        """Start to gather the states that all ranks send; the result computes the sums that this rank wants."""
+        """Start gathering the states that all ranks send; the result computes the sums that this rank needs."""
         gathering = start_gather(
             self.mesh, mine_sBKDW, sent, doing="gathering states of linear attention", layer=self.layer
         )
@@ -69,22 +71,22 @@ class GatherStates:
 def start_gather(
     mesh: Mesh, mine_s: Tensor, sent: Sequence[Sequence[Open]], *, doing: str, layer: int
 ) -> Callable[[], Tensor]:
-    """Start to gather a tensor [s, …] of each rank, one entry for each segment that it sends: [P, s, …]."""
-    # All ranks send as many entries as the rank with the most: the collective has one size for all.
+    """Start gathering each rank's tensor [s, …], with one entry per sent segment, to [P, s, …]."""
+    # An all-gather needs equal sizes, so pad every rank to the one that sends the most.
     slots = max(map(len, sent))
     outgoing = torch.cat((mine_s, mine_s.new_zeros(slots - len(mine_s), *mine_s.shape[1:])))
     group = mesh.context_group
     assert group is not None
-    # Includes the padding, which is sent too.
+    # The ledger's checksum includes the padding, which is sent, too.
     (gathering,) = mesh.comm.start_all_gather(outgoing, group=group, doing=doing, kind=Kind.STATES, layer=layer)
     return lambda: gathering.wait()[0]
 
 
 class _Source(NamedTuple):
-    """State sent by one of the ranks."""
+    """State sent by one rank."""
 
     order: int
-    """Its segment's first token, negative when sums run backwards."""
+    """First token of its segment, negative if sums run backward."""
     rank: int
     slot: int
 
@@ -97,7 +99,7 @@ def _add_running(
     *,
     backwards: bool,
 ) -> None:
-    """Add to each wanted segment's sum the states of its document before it (after it, if backwards), nearest last."""
+    """Add to each segment's sum the states before it in its document (after it, if backwards), nearest last."""
     sign = 1
     if backwards:
         sign = -1
@@ -108,12 +110,12 @@ def _add_running(
                 sources[x.document].append(_Source(sign * x.start, rank, slot))
     totals: dict[int, Tensor] = {}
     for document, found in sources.items():
-        found.sort(reverse=True)  # popped from the end
+        found.sort(reverse=True)  # pop takes from the end
         totals[document] = torch.zeros_like(sums_sBKDW[0])
-    # In the order of the sequence, regardless of the rank a state is from: sums are bitwise reproducible.
+    # Sequence order, whichever rank sent a state: sums are bitwise reproducible.
     for n in sorted(range(len(wanted)), key=lambda n: sign * wanted[n].start):
         document, start = wanted[n].document, sign * wanted[n].start
-        # Each state is added to its document's running total once, so the work is linear in the number of states.
+        # Add each state to its document's running total once, so the work is linear in the number of states.
         while sources[document] and sources[document][-1].order < start:
             source = sources[document].pop()
             totals[document] += states_PsBKDW[source.rank, source.slot]

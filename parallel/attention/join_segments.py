@@ -1,14 +1,14 @@
-"""JoinSegments: join the segments of documents under the gated delta rule over ranks, in one all-gather per pass.
+"""JoinSegments: connect document segments across ranks under the gated delta rule, with one all-gather per pass.
 
-A segment maps the state that enters it to the one that leaves it, S ↦ M·S + U (``longctx/kernels/gated_delta/rule``).
-Each rank sends the pairs (U, M) of its segments that others continue, and composes those of a document's earlier
-segments in the order of the sequence, regardless of their ranks: states are bitwise reproducible. Their size does not
-depend on the sequence's length. In backward each rank sends (U′, Mᵀ) and composes those of later segments.
+A segment maps its initial state to its final state, S ↦ M·S + U (``longctx/kernels/gated_delta/rule``). Each rank sends
+the pairs (U, M) for its segments that continue elsewhere, and composes the pairs of a document's earlier segments in
+sequence order, whichever rank sent them: states are bitwise reproducible. Their size is independent of the sequence
+length. In backward each rank sends (U′, Mᵀ) and composes later segments.
 
-Before that, the last tokens of those segments are sent in the same way, for the convolution of the next segments.
+Before that, these segments' last tokens are gathered in the same way, for the next segments' convolution.
 
 Axes: B batch, H value heads, D key head size, V value head size, R tokens that the convolution reads, K key heads, C
-their channels, s segments, P ranks.
+channels per key head, s segments, P ranks.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ from parallel.schedule.states import Open, StatePlan
 
 @dataclass(frozen=True)
 class JoinSegments:
-    """Exchange among a context group (``longctx.kernels.gated_delta.call.SegmentExchange``)."""
+    """Exchange within a context group (``longctx.kernels.gated_delta.call.SegmentExchange``)."""
 
     mesh: Mesh
     plan: StatePlan
     carried: Carried | None = None
-    """What precedes the first token of all, of one document."""
+    """State and tokens before the first token, if the layout has one document."""
     layer: int = field(default_factory=lambda: DOING.layer)
-    """Layer that made the exchange, for messages about its collectives: backward does not say."""
+    """Layer that created the exchange, for messages; stored because backward does not mark layers."""
     unread: list[Callable[[], Tensor]] = field(default_factory=list)
-    """Gatherings under way of which nothing is for this rank."""
+    """Pending gathers from which this rank needs no result."""
 
     def states(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
-        """Start to gather U and M of segments that give; the result computes the states that enter those that take."""
+        """Start gathering U and M from sending segments; the result computes the receiving segments' initial states."""
         arriving = self._gather(pairs_sBHDW, self.plan.given)
         if not self._taken:
             return self._leave(arriving, _states_of(pairs_sBHDW))
         return lambda: self._compose(arriving(), self.plan.given, self._taken, sign=1)
 
     def states_back(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
-        """Start to gather U′ and Mᵀ of segments that took; the result computes the gradients of given states."""
+        """Start gathering U′ and Mᵀ from receiving segments; the result computes gradients for sent states."""
         arriving = self._gather(pairs_sBHDW, self.plan.taken)
         if not self._given:
             return self._leave(arriving, _states_of(pairs_sBHDW))
         return lambda: self._compose(arriving(), self.plan.taken, self._given, sign=-1)
 
     def rows(self, tails_sBRKC: Tensor) -> Callable[[], Tensor]:
-        """Start to gather the last tokens of the segments that give; the result has those before each that takes."""
+        """Start gathering the sending segments' last tokens; the result holds those before each receiving segment."""
+        # Post the gather even if this rank needs no result: an all-gather requires all ranks.
         arriving = self._gather(tails_sBRKC, self.plan.given)
         if not self._taken:
             return self._leave(arriving, tails_sBRKC)
@@ -62,6 +63,8 @@ class JoinSegments:
             by_rank = arriving()
             before = by_rank.new_zeros(len(self._taken), *by_rank.shape[2:])
             reach = before.shape[2]
+            # Fill from the right: rows_before returns the nearest segment first, and short segments need several
+            # sources.
             for entry, x in zip(before, self._taken, strict=True):
                 missing = reach
                 for source, count, between in self.plan.rows_before(x, reach):
@@ -74,7 +77,7 @@ class JoinSegments:
         return finish
 
     def rows_back(self, dbefore_sBRKC: Tensor) -> Callable[[], Tensor]:
-        """Start to gather the gradients of rows that segments took; the result has those of the tails given here."""
+        """Start gathering gradients for received rows; the result holds those for the tails that this rank sent."""
         arriving = self._gather(dbefore_sBRKC, self.plan.taken)
         if not self._given:
             return self._leave(arriving, dbefore_sBRKC)
@@ -83,6 +86,7 @@ class JoinSegments:
             by_rank = arriving()
             dtails = by_rank.new_zeros(len(self._given), *by_rank.shape[2:])
             reach = dtails.shape[2]
+            # The transpose of `rows`: add each received row's gradient back to the tail that it was copied from.
             for rank, taken in enumerate(self.plan.taken):
                 for slot, x in enumerate(taken):
                     for source, count, between in self.plan.rows_before(x, reach):
@@ -94,19 +98,24 @@ class JoinSegments:
         return finish
 
     def settle(self) -> None:
-        """Wait for the gathers that this rank does not read; until then all other ranks may be far behind."""
+        """Wait for gathers that this rank does not read; until then, other ranks may lag far behind."""
         while self.unread:
             self.unread.pop(0)()
 
     def _leave(self, arriving: Callable[[], Tensor], like_s: Tensor) -> Callable[[], Tensor]:
-        """Return an empty result at once: this rank wants nothing, so it need not wait for others to compute."""
+        """Return an empty result at once: this rank needs no data, so it need not wait for others to compute."""
         self.unread.append(arriving)
         return lambda: like_s[:0]
 
+    # Composition of affine maps. Each map S ↦ M·S + U is applied to the document's running state in sequence order (in
+    # reverse for gradients), so after the map of segment i the state equals the one that a single process has at its
+    # end.
     def _compose(
         self, pairs_PsBHDW: Tensor, sent: Sequence[Sequence[Open]], wanted: Sequence[Open], *, sign: int
     ) -> Tensor:
-        """Return the states that reach segments through the maps of earlier ones of their document (later, if -1)."""
+        """Return the segments' initial states, composed from earlier maps in their document (later ones, if sign is
+        -1).
+        """
         D = pairs_PsBHDW.shape[-2]
         V = pairs_PsBHDW.shape[-1] - D
         results = pairs_PsBHDW.new_zeros(len(wanted), *pairs_PsBHDW.shape[2:-1], V)
@@ -118,7 +127,7 @@ class JoinSegments:
             passed = 0
             own = [n for n, x in enumerate(wanted) if x.document == document]
             for n in sorted(own, key=lambda n: sign * wanted[n].start):
-                # Each map is applied once, so the work is linear in the number of segments.
+                # Apply each map once, so the work is linear in the number of segments.
                 while passed < len(sources) and sign * sources[passed].start < sign * wanted[n].start:
                     pair = pairs_PsBHDW[sources[passed].rank, sources[passed].slot]
                     state = pair[..., V:] @ state + pair[..., :V]
@@ -139,6 +148,6 @@ class JoinSegments:
 
 
 def _states_of(pairs_sBHDW: Tensor) -> Tensor:
-    """Return the columns of states in pairs of states and maps."""
+    """Return the state columns in pairs of states and maps."""
     D = pairs_sBHDW.shape[-2]
     return pairs_sBHDW[..., : pairs_sBHDW.shape[-1] - D]

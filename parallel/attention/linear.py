@@ -1,14 +1,14 @@
-"""Linear attention over a sequence that is spread over ranks: one all-gather of states, whatever the length (LASP-2).
+"""Linear attention over a sharded sequence: one all-gather of states, independent of the sequence length (LASP-2).
 
 For each document that continues on another rank, a rank sends the sum over its own keys (arXiv 2502.07563): one matrix
-per key head, not rows. They travel while the rank works on its own rows. Backward is the mirror image: gradients of the
-states that were taken are gathered, and each segment adds those of its document's later segments.
+per key head instead of rows, transferred while the rank computes on its own rows. Backward mirrors this: the received
+states' gradients are gathered, and each segment sums those from later segments in its document.
 
-With a cache, every rank has the state of all tokens before a chunk. Every rank adds the chunk's sums to it, in one
-order, so that states stay the same to the bit; single tokens send nothing.
+With a cache, every rank has the state after all tokens before a chunk. Every rank adds the chunk's sums to it, in one
+order, so that states stay bitwise equal; single tokens send nothing.
 
-Axes: B batch, t this rank's tokens, H query heads, K key/value heads, D query/key head size, V value head size,
-W = V + 1, s states.
+Axes: B batch, t this rank's tokens, H query heads, K key/value heads, D query/key head size, V value head size, W = V +
+1, s states.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parallel.attention.state_plans import CoreOfStates, StatesOfBatch, StatesOf
 
 
 class ContextParallelLinearAttention(CoreOfStates):
-    """Core of linear attention over ranks."""
+    """Linear attention core over ranks."""
 
     what: ClassVar[str] = "linear attention"
     why_not_striped: ClassVar[str] = "linear layers (model.layers) sum over runs of neighbours"
@@ -46,7 +46,7 @@ class ContextParallelLinearAttention(CoreOfStates):
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Return the output [B, t, H, V]; ``scores`` and ``weights`` are for softmax and ignored."""
+        """Return the output [B, t, H, V]; ``scores`` and ``weights``, meant for softmax, are ignored."""
         if isinstance(plan, StatesOfChunk):
             assert cache is not None, "the plan of a cached chunk came without the layer's cache"
             return linear_attend_cached(q_BtHD, k_BtKD, v_BtKV, plan, cache)
@@ -62,22 +62,23 @@ def linear_attend_planned(
     chunk: int = CHUNK,
     recompute_cache: RecomputeCache | None = None,
 ) -> Tensor:
-    """Compute linear attention (feature map elu + 1) of this rank's queries over their documents' keys on all ranks.
+    """Compute linear attention (feature map elu + 1) for local queries over their documents' keys on all ranks.
 
     Inputs are this rank's shard under the plan's layout: [1, t, …], the same tokens in B rows if the layout is over
-    flattened rows, or B stacked sequences of the same documents. Return [B, t, H, V] in q's dtype, equal to one
-    process's result but for rounding, and bitwise reproducible. A ``recompute_cache`` keeps the states that entered
-    this rank's segments: recomputing the layer sends nothing.
+    flattened rows, or B stacked sequences with the same documents. Return [B, t, H, V] in q's dtype, equal to a single
+    process up to rounding, and bitwise reproducible. A ``recompute_cache`` keeps the received states, so that
+    recomputing the layer sends nothing.
     """
     B, t = q_BtHD.shape[:2]
-    # The layout is over one sequence, so the rows of a flattened micro-batch are concatenated.
+    # The layout covers one sequence, so a flattened micro-batch's rows are concatenated.
     batch = plan.shapes.batch
     q, k, v = (x.reshape(batch, -1, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
     plan.shapes.check_call(q, None)
     exchange: StateExchange | None = None
-    # If no document is on several ranks, nothing travels.
+    # If no document spans ranks, no state is sent.
     if plan.states.num_given:
         exchange = GatherStates(plan.mesh, plan.states)
+        # Outermost, so that recomputation takes the saved states before a gather starts.
         if recompute_cache is not None:
             exchange = _Recomputed(exchange, recompute_cache)
     out, _ = linear_attention(
@@ -89,10 +90,11 @@ def linear_attend_planned(
 def linear_attend_cached(
     q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor, plan: StatesOfChunk, cache: LayerCache
 ) -> Tensor:
-    """Return the output [B, t, H, V] of new tokens; add their sums to the cached state. Collective; no backward."""
+    """Return the output [B, t, H, V] for new tokens; add their sums to the cached state. Collective; no backward."""
     plan.shapes.check_call(q_BtHD, None)
     check_no_gradient(q_BtHD)
     segments = plan.segments
+    # Every rank has all tokens and the state before them, so each computes the same new state locally.
     if plan.states is None:
         out, state = linear_attention(q_BtHD, k_BtKD, v_BtKV, segments=segments, carried_sBKDW=cache.state)
         cache.add_state(state, plan.num_tokens)
@@ -104,12 +106,12 @@ def linear_attend_cached(
 
 
 class _AfterState:
-    """Exchange in which the state of the tokens before the chunk enters every segment, too."""
+    """Exchange that adds the state before the chunk to every segment's initial state."""
 
     def __init__(self, exchange: GatherStates, cache: LayerCache) -> None:
         self.exchange, self.cache = exchange, cache
         self.of_chunk: Tensor
-        """The sum over the chunk's keys on all ranks, [1, B, K, D, W]; set when the states have arrived."""
+        """Sum over the chunk's keys on all ranks, [1, B, K, D, W]; set once the states are received."""
 
     def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
         arriving, before = self.exchange.carry(given_sBKDW), self.cache.state

@@ -1,4 +1,4 @@
-"""ContextParallelPlan: the plan of all layers of one kind for one forward pass; the ranks agree when it is built."""
+"""ContextParallelPlan: shared by all layers of one kind in one forward pass; ranks compare it when they build it."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from parallel.transport.ulysses import HeadExchange
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of attention, independent of the layer."""
+    """Attention options, independent of the layer."""
 
     kernel: str = "auto"
     transport: str = "auto"
     """p2p, two_level, all_gather or auto."""
     communication_dtype: torch.dtype | None = None
-    """Dtype of gradients under way; None: float32, float64 for float64 inputs."""
+    """Dtype for gradients in flight; None: float32, or float64 for float64 inputs."""
     deterministic: bool = False
-    """Whether the kernel's backward must repeat to the bit."""
+    """Whether the kernel's backward must be bitwise reproducible."""
     products: Products | None = None
-    """How a CPU multiplies bfloat16; None: the way that is faster on this one."""
+    """How a CPU multiplies bfloat16; None: the faster way on this CPU."""
 
 
 @dataclass(frozen=True)
 class CoreOverRanks(AttentionCore):
-    """Core of a layer whose sequence is shared by the mesh's context ranks."""
+    """Core for a layer with a sequence sharded over the mesh's context ranks."""
 
     mesh: Mesh
     layout: str
-    """Kind of the layout if a batch names none."""
+    """Layout kind for batches without a placement."""
     options: AttentionOptions = field(default_factory=AttentionOptions)
 
     @classmethod
     def check_layout(cls, layout: str, ring_degree: int) -> None:
-        """Raise ConfigError if the core does not support this layout over so many ring ranks."""
+        """Raise ConfigError if the core does not support this layout over ``ring_degree`` ranks."""
 
     def new_cache(self) -> ShardedKVCache:
         """Return an empty cache for the mesh's context ranks."""
@@ -59,17 +59,17 @@ class CoreOverRanks(AttentionCore):
 
 @dataclass(frozen=True, eq=False)
 class ContextParallelPlan:
-    """Schedule of a batch, and the transport and kernel that execute it on this rank.
+    """A batch's schedule, with the transport and kernel that execute it on this rank.
 
-    Each batch has its own plan, with its own mesh and layout: the degree may change from batch to batch.
+    Each batch has its own plan, with its own mesh and layout: the context degree may change between batches.
     """
 
     mesh: Mesh
-    """The ranks that share this batch's sequence."""
+    """Ranks that share this batch's sequence."""
     schedule: Schedule
-    """Its layout is where the batch's tokens are."""
+    """Its layout places the batch's tokens."""
     shapes: AttentionShapes
-    """Of this rank's shard: rows of a flattened micro-batch count as the one sequence that the layout is over."""
+    """Shapes of this rank's shard; a flattened micro-batch counts as the one sequence that the layout covers."""
     heads: HeadExchange
     transport: Transport
     kernel: AttentionKernel
@@ -84,33 +84,36 @@ class ContextParallelPlan:
         *,
         problem: str | None = None,
     ) -> ContextParallelPlan:
-        """Build the plan of a schedule for these shapes. Collective.
+        """Build a schedule's plan for these shapes. Collective.
 
         ``problem`` is an error that the caller found on this rank. Raise ConfigError on every rank if one has a
-        problem, ClusterError if ranks differ or one is too late.
+        problem, ClusterError if ranks mismatch or one times out.
         """
-        # Pieces that are neighbours on a rank may be far apart in their document: biases need each one's distance.
+        # Pieces that are neighbours on a rank may be far apart in their document, so biases need each piece's distance.
+        # The flag is set before the comparison, but excluded from the digest: it changes no message.
         if {"alibi", "relative_bias"} & set(shapes.rules):
             schedule = schedule.with_distances()
         plan = None
-        # In this order: shards can be counted only if the layout fits the mesh.
+        # In this order: a shard size exists only if the layout fits the mesh.
         problem = problem or degree_problem(schedule.layout, mesh)
         if problem is None:
             num_local = schedule.layout.num_local(mesh.context_rank)
             shapes = flattened(shapes, num_local)
             problem = tokens_problem(shapes, num_local, mesh)
         if problem is None:
-            # Tell the other ranks of an error before raising it: they would wait for this rank.
+            # Report a local error to the other ranks before raising it: otherwise they would wait for this rank.
             try:
                 plan = _assemble(schedule, mesh, shapes, options)
             except ConfigError as error:
                 problem = str(error)
+        # Synchronisation point: a cheap comparison here turns a mismatch, which would hang or corrupt a hop, into an
+        # error.
         agree(schedule, mesh, call_signature(shapes, options, plan and plan.kernel), problem)
         assert plan is not None, "a problem that the ranks did not tell each other"
         return plan
 
     def as_shard(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's rows as sequences of the layout. Raise ValueError if the queries have other shapes."""
+        """Reshape this rank's rows to sequences in the layout. Raise ValueError if the queries' shapes mismatch."""
         B = self.shapes.batch
         q, k, v = (x.reshape(B, -1, x.shape[2], x.shape[3]) for x in (q, k, v))
         self.shapes.check_call(q, None)
@@ -118,14 +121,14 @@ class ContextParallelPlan:
 
 
 def flattened(shapes: AttentionShapes, num_local: int) -> AttentionShapes:
-    """Return the shapes of a flattened micro-batch as one sequence, as in its layout; others unchanged."""
+    """Return a flattened micro-batch's shapes as one sequence, as in its layout; leave others unchanged."""
     if shapes.tokens == num_local or shapes.batch * shapes.tokens != num_local:
         return shapes
     return replace(shapes, batch=1, tokens=num_local)
 
 
 def tokens_problem(shapes: AttentionShapes, num_local: int, mesh: Mesh) -> str | None:
-    """Return an error message if this rank's number of tokens is not that of its shard, otherwise None."""
+    """Return an error message if this rank's token count differs from its shard's, otherwise None."""
     if shapes.tokens == num_local:
         return None
     return (
@@ -135,15 +138,15 @@ def tokens_problem(shapes: AttentionShapes, num_local: int, mesh: Mesh) -> str |
 
 
 def build_layout(kind: str, mesh: Mesh, mask: AttentionMask) -> SequenceLayout:
-    """Build the layout of this kind for a micro-batch's documents over the mesh."""
+    """Build a layout of the given kind for a micro-batch's documents over the mesh."""
     documents = mask.documents
     return SequenceLayout.build(kind, documents.num_tokens, mesh.context, documents, mesh.ulysses, causal=mask.causal)
 
 
 def call_signature(shapes: AttentionShapes, options: AttentionOptions, kernel: AttentionKernel | None) -> str:
-    """Return the arguments that all ranks must share, besides the schedule. ``kernel`` is None without a plan."""
-    # The kernel too, though ranks with different kernels could exchange rows: if one lacks a library, the others wait
-    # for it in every hop, without an error that names the reason.
+    """Return the arguments that, with the schedule, all ranks must share. ``kernel`` is None without a plan."""
+    # Include the kernel, although ranks with different kernels could exchange rows: if one lacks a library, the others
+    # would wait for its slower kernel in every hop, without an error that gives the reason.
     name = kernel.name if kernel else "none"
     communication_dtype = options.communication_dtype or accumulate_dtype(shapes.dtype)
     return (
@@ -154,12 +157,12 @@ def call_signature(shapes: AttentionShapes, options: AttentionOptions, kernel: A
 
 
 def tensor_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, schedule: Schedule, mesh: Mesh) -> str | None:
-    """Return an error message if this rank's tensors do not fit; None if they do or the layout is not the mesh's."""
+    """Return an error message if this rank's tensors do not fit; None if they do, or for another mesh's layout."""
     if degree_problem(schedule.layout, mesh) is not None:
         return None
     num_queries = schedule.layout.num_local(mesh.context_rank)
     num_keys = schedule.key_layout.num_local(mesh.context_rank)
-    if q.shape[1] != num_queries and q.shape[0] * q.shape[1] == num_queries:  # rows of a flattened micro-batch
+    if q.shape[1] != num_queries and q.shape[0] * q.shape[1] == num_queries:  # a flattened micro-batch
         q, k, v = (x.reshape(1, -1, x.shape[2], x.shape[3]) for x in (q, k, v))
     if (q.shape[1], k.shape[1], v.shape[1]) != (num_queries, num_keys, num_keys):
         return (
@@ -186,7 +189,7 @@ def _assemble(
     """Build this rank's plan. Raise ConfigError if a kernel, a transport or the heads do not support it."""
     heads = HeadExchange.build(mesh, shapes.num_heads, shapes.num_kv_heads)
     transport = build_transport(options.transport, schedule, mesh, communication_dtype=options.communication_dtype)
-    # The kernel sees this rank's heads only, after Ulysses has traded rows for them.
+    # The kernel sees only this rank's heads, after Ulysses has exchanged rows for them.
     request = KernelRequest(
         shapes.device_type,
         shapes.dtype,

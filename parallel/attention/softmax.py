@@ -1,10 +1,11 @@
-"""Exact attention over a sequence that is spread over ranks: a transport's KV blocks around a one-device kernel.
+"""Exact attention over a sharded sequence: a transport delivers KV blocks to a single-device kernel.
 
 The ring itself fits on one screen, ``parallel/transport/point_to_point.py``: fetch, compute, merge, wait.
 
-Axes: B batch, t this rank's tokens, n the tokens of its ring rank (all ranks that share rows together), H query heads,
-K key/value heads, D query/key head size, V value head size. Partial results, and the gradients between ranks, are
-float32 (float64 for float64 inputs): rounding does not grow with the number of ranks."""
+Axes: B batch, t this rank's tokens, n tokens on its ring rank (all ranks that share rows together), H query heads, K
+key/value heads, D query/key head size, V value head size. Partial results, and gradients in flight, are float32
+(float64 for float64 inputs), so that rounding does not grow with the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +48,17 @@ def attend(
     products: Products | None = None,
     recompute_cache: RecomputeCache | None = None,
 ) -> Tensor:
-    """Compute attention of this rank's queries over all keys of the sequence that the schedule's mask lets them see.
+    """Compute attention for local queries over all keys in the sequence that the schedule's mask permits.
 
     Inputs are this rank's shard under the schedule's layout: [1, t, …], the same tokens in B rows if the layout is over
-    flattened rows, or B stacked sequences of the same documents. Return [B, t, H, V] in q's dtype. Every rank of the
-    context group must make the same call: in each call the ranks compare their arguments before the first byte is sent.
-    Layers that share a schedule build one ``ContextParallelPlan`` and call ``attend_planned``.
+    flattened rows, or B stacked sequences with the same documents. Return [B, t, H, V] in q's dtype. Every rank in the
+    context group must make the same call; each call compares the arguments before the first byte is sent. Layers that
+    share a schedule should build one ``ContextParallelPlan`` and call ``attend_planned``.
 
     ``scores`` (default: the dot product times ``scale``, by default D^-½) may add a soft cap and biases; ``sinks_H``
-    are learnable logits of a key without value. The other options are those of ``AttentionOptions``. Raise ConfigError
-    if a kernel, layout or mesh does not support the call; ClusterError if a rank differs, dies or is too late."""
+    are learnable logits for a key without value. For the other options see ``AttentionOptions``. Raise ConfigError if
+    kernel, layout or mesh do not support the call; ClusterError if a rank mismatches, dies or times out.
+    """
     options = AttentionOptions(kernel, transport, communication_dtype, deterministic, products)
     if scores is not None and scale is not None:
         raise ConfigError(f"scale={scale} is given twice: leave it out, scores.scale={scores.scale} is the one.")
@@ -79,14 +81,14 @@ def attend_planned(
     sinks_H: Tensor | None = None,
     recompute_cache: RecomputeCache | None = None,
 ) -> Tensor:
-    """Compute ``attend`` by a plan on which the ranks have agreed; ``scores`` are those of its shapes."""
+    """Compute ``attend`` with a plan that the ranks have compared; ``scores`` must match its shapes."""
     B, t = q_BtHD.shape[:2]
     scores = scores or Scores(scale=q_BtHD.shape[-1] ** -0.5)
     q, k, v = plan.as_shard(q_BtHD, k_BtKD, v_BtKV)
     plan.shapes.check_call(q, sinks_H)
     mine = plan.heads.query_heads
     call = _Call(plan, scores.of_heads(mine.start, mine.stop), recompute_cache)
-    # The full table is an input of the function: autograd sees only the tensors among a function's arguments.
+    # Pass the full table as an argument: autograd sees only tensors among a function's arguments.
     table_NH = None
     if scores.relative_bias is not None:
         table_NH = scores.relative_bias.table_NH
@@ -96,19 +98,19 @@ def attend_planned(
 
 @dataclass(frozen=True)
 class _Call:
-    """State shared by the forward and backward of one attention call."""
+    """State shared by one attention call's forward and backward."""
 
     plan: ContextParallelPlan
     scores: Scores
-    """Of this rank's heads."""
+    """Restricted to this rank's heads."""
     recompute_cache: RecomputeCache | None
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd function: rows to heads, attention over KV blocks, heads to rows; and the reverse in backward.
+    """Autograd function: rows to heads, attention over KV blocks, heads to rows; the reverse in backward.
 
-    Without a recompute cache the kernel's inputs are kept for backward. With one (the layer is recomputed) q, k and v
-    are those of the recomputation and are traded for heads again in backward, so that recomputing sends nothing.
+    Without a recompute cache it saves the kernel's inputs for backward. With one (the layer is recomputed), q, k and v
+    come from recomputation, and backward exchanges them for heads again, so that recomputation itself sends nothing.
     """
 
     @staticmethod
@@ -120,17 +122,20 @@ class _Attention(torch.autograd.Function):
         known = None
         if cache is not None:
             known = cache.load()
+        # Recomputation: the first forward already communicated, so its output is reused and no kernel runs.
         if known is not None:
             out, lse = known
             ctx.save_for_backward(q, k, v, out, lse, sinks)
             return out
+        # [B, t, H, D] → [B, n, h, D]: from here on the kernel sees all the ring rank's rows for this rank's heads.
         q_heads, k_heads, v_heads = heads.to_heads(q), heads.to_heads(k, keys=True), heads.to_heads(v, keys=True)
         out_heads, lse = _attend_blocks(call, q_heads, k_heads, v_heads)
+        # Sinks enter once, after the merge: added per block, their logit would count once per block in the softmax.
         if sinks is not None:
             out_heads, lse = apply_sinks(out_heads, lse, sinks[heads.query_heads])
         out_heads = out_heads.to(q.dtype)
         out = heads.to_rows(out_heads)
-        # With a cache q, k and v are rows that recomputation makes anyway; saved heads would take extra memory.
+        # With a cache, q, k and v are rows that recomputation produces anyway; saving heads would take extra memory.
         if cache is None:
             ctx.save_for_backward(q_heads, k_heads, v_heads, out_heads, lse, sinks)
         else:
@@ -142,6 +147,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout: Tensor):  # type: ignore[override]
         q, k, v, out, lse, sinks = ctx.saved_tensors
         call: _Call = ctx.call
+        # Autograd runs layers in its own order, so each backward marks its layer itself.
         enter_layer(ctx.layer)
         heads = call.plan.heads
         q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
@@ -158,16 +164,16 @@ class _Attention(torch.autograd.Function):
         if dtable is not None:
             dtable = _whole_heads(dtable, heads)
         dq = heads.to_rows(grads.dq_BtHD.to(q_dtype))
-        dk = heads.to_rows(grads.dk_BsKD, keys=True)  # summed over ranks before it is rounded
+        dk = heads.to_rows(grads.dk_BsKD, keys=True)  # summed over ranks before rounding
         dv = heads.to_rows(grads.dv_BsKV, keys=True)
         return dq, dk.to(k_dtype), dv.to(v_dtype), dtable, dsinks, None
 
 
 def _whole_heads(mine: Tensor, heads: HeadExchange) -> Tensor:
-    """Return this rank's heads [..., h] among all heads [..., H], with zeros for the others."""
+    """Place this rank's heads [..., h] among all heads [..., H], with zeros for the others."""
     if heads.mesh.ulysses == 1:
         return mine
-    # Zeros for the others: gradients of parameters are summed over ranks, and one rank has each head's.
+    # Zeros are correct: parameter gradients are summed over ranks, and each head is on one rank.
     shape = list(mine.shape)
     shape[-1] = heads.num_heads
     whole = mine.new_zeros(shape)
@@ -175,6 +181,8 @@ def _whole_heads(mine: Tensor, heads: HeadExchange) -> Tensor:
     return whole
 
 
+# Transport and kernel meet only in `compute`: the transport decides which rows arrive when, the kernel knows one block.
+# Merging partial results by log-sum-exp makes any order and any split exact (`parallel/transport/block.py`).
 def _attend_blocks(call: _Call, q_BnHD: Tensor, k_BnKD: Tensor, v_BnKV: Tensor) -> PartialResult:
     """Return output and log-sum-exp over all KV blocks, merged in float32 (log-sum-exps in float64)."""
     kernel_forward = partial(call.plan.kernel.forward, scores=call.scores)
@@ -189,10 +197,12 @@ def _attend_blocks(call: _Call, q_BnHD: Tensor, k_BnKD: Tensor, v_BnKV: Tensor) 
 def _attend_blocks_backward(
     call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Gradients:
-    """Return the gradients of this rank's rows and heads, and of the bias table, summed over all KV blocks.
+    """Return gradients for this rank's rows and heads, and for the bias table, summed over all KV blocks.
 
-    dQ stays on this rank and is summed here; dK and dV go to the transport, which returns them to their owners.
+    dQ stays on this rank and is summed here; the transport returns dK and dV to their owners.
     """
+    # Backward needs no second softmax pass over ranks: `out` and `lse` are those of the full softmax, so that each
+    # block's probabilities exp(s − lse) are already normalized (FlashAttention-2, arXiv 2307.08691).
     kernel_backward = partial(call.plan.kernel.backward, scores=call.scores)
     dq: Tensor | None = None
     dtable: Tensor | None = None
@@ -204,7 +214,7 @@ def _attend_blocks_backward(
         grads = attend_work_backward(
             dout[:, rows], q[:, rows], keys, values, out[:, rows], lse[:, rows], block.work, kernel_backward
         )
-        if dq is None:  # the rank's own keys come first and meet all its queries
+        if dq is None:  # the local block comes first and covers all queries
             dq, dtable = as_dtype(grads.dq_BtHD, accumulate_dtype(q.dtype)), grads.dtable_NH
         else:
             dq[:, rows] += grads.dq_BtHD

@@ -1,6 +1,7 @@
-"""Plans of layers that pass states on, of a batch and of a cache's chunk: the segments that give or take a state.
+"""Plans for layers that pass states between ranks, for a batch or a cached chunk: segments that send or receive a
+state.
 
-The kind of layer (``linear``, ``gated_delta``) defines the states and how they are sent.
+The layer kind (``linear``, ``gated_delta``) defines the states and how they are sent.
 """
 
 from __future__ import annotations
@@ -26,21 +27,23 @@ from parallel.schedule.states import Open, StatePlan
 
 @dataclass(frozen=True, eq=False)
 class StatesOfBatch:
-    """States of a batch that are sent, and this rank's segments, for all layers of one kind in one forward pass."""
+    """States that ranks send for a batch, and this rank's segments: shared by all layers of one kind in one forward
+    pass.
+    """
 
     mesh: Mesh
-    """The ranks that share this batch's sequence."""
+    """Ranks that share this batch's sequence."""
     states: StatePlan
-    """Its layout is where the batch's tokens are: no row leaves its rank."""
+    """Its layout places the batch's tokens; no row leaves its rank."""
     shapes: AttentionShapes
-    """Of this rank's shard: rows of a flattened micro-batch count as the one sequence that the layout is over."""
+    """Shapes of this rank's shard; a flattened micro-batch counts as the one sequence that the layout covers."""
     segments: Segments
 
     @classmethod
     def build(cls, states: StatePlan, mesh: Mesh, shapes: AttentionShapes, *, what: str) -> Self:
-        """Build the plan for these shapes, for the kind of layer called ``what``. Collective.
+        """Build the plan for these shapes and the layer kind ``what``. Collective.
 
-        Raise ConfigError on every rank if one has a problem, ClusterError if ranks differ or one is too late.
+        Raise ConfigError on every rank if one has a problem, ClusterError if ranks mismatch or one times out.
         """
         problem = degree_problem(states.layout, mesh)
         if problem is None:
@@ -53,21 +56,21 @@ class StatesOfBatch:
 
 @dataclass(frozen=True, eq=False)
 class StatesOfChunk:
-    """Segments of a cache's chunk on this rank, and the states of it that are sent."""
+    """A cached chunk's segments on this rank, and its states to send."""
 
     mesh: Mesh
     states: StatePlan | None
-    """None if every rank has all tokens of the chunk, of which nothing travels."""
+    """None if every rank has all chunk tokens, so that no state is sent."""
     shapes: AttentionShapes
     segments: Segments
     num_tokens: int
-    """Tokens of the chunk, on all ranks."""
+    """Tokens in the chunk, on all ranks."""
 
     @classmethod
     def build(cls, mask: AttentionMask, shapes: AttentionShapes, placement: object, mesh: Mesh, *, what: str) -> Self:
-        """Build the plan of a chunk. Collective, except for single tokens.
+        """Build a chunk's plan. Collective, except for single tokens.
 
-        Raise ConfigError on every rank if one has a problem, ClusterError if ranks differ or one is too late.
+        Raise ConfigError on every rank if one has a problem, ClusterError if ranks mismatch or one times out.
         """
         problem = chunk_problem(mask, shapes, placement, mesh)
         plan = None
@@ -78,6 +81,7 @@ class StatesOfChunk:
                 plan = cls(mesh, states, shapes, segments, placement.num_tokens)
             except ConfigError as error:
                 problem = str(error)
+        # Collective even after an error, so that all ranks raise it instead of waiting.
         agree_on_chunk(placement, mesh, _told(what, shapes), problem)
         assert plan is not None, "a problem that the ranks did not tell each other"
         return plan
@@ -85,20 +89,20 @@ class StatesOfChunk:
 
 @dataclass(frozen=True)
 class CoreOfStates(CoreOverRanks):
-    """Core of layers that pass states on; none of the options changes it.
+    """Core for layers that pass states between ranks; it ignores all options.
 
-    Ranks that split heads in other layers (``parallel.ulysses``) hold their own rows here, as all others do: states are
-    so small that trading rows for heads would only add communication.
+    Ranks that split heads in other layers (``parallel.ulysses``) keep their own rows here: states are so small that
+    exchanging rows for heads would only add communication.
     """
 
     what: ClassVar[str]
-    """What ranks call it when they agree."""
+    """Layer kind, for comparison and error messages."""
     why_not_striped: ClassVar[str]
-    """What such layers do, in which every token of a striped layout would be a segment of its own."""
+    """Reason in an error message: in a striped layout every token would be its own segment."""
 
     @classmethod
     def check_layout(cls, layout: str, ring_degree: int) -> None:
-        """Raise ConfigError if single tokens are dealt to several ranks."""
+        """Raise ConfigError if the layout assigns single tokens to several ranks."""
         if layout == "striped" and ring_degree > 1:
             raise ConfigError(
                 f"parallel.layout='striped' deals single tokens to ranks, and {cls.why_not_striped}.\n"
@@ -108,7 +112,7 @@ class CoreOfStates(CoreOverRanks):
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> StatesOfBatch | StatesOfChunk:
-        """Build the states of the mask's documents or of a cache's chunk, on which the ranks agree. Collective."""
+        """Build the states plan for the mask's documents or a cached chunk, and compare it over ranks. Collective."""
         if shapes.cached_tokens is not None:
             return StatesOfChunk.build(mask, shapes, placement, self.mesh, what=self.what)
         layout = placement or build_layout(self.layout, self.mesh, mask)
@@ -117,20 +121,21 @@ class CoreOfStates(CoreOverRanks):
 
 
 def no_backward(_: Tensor) -> Callable[[], Tensor]:
-    """Raise NotImplementedError: an exchange over a cache has no backward half."""
+    """Raise NotImplementedError: an exchange over a cache has no backward."""
     raise NotImplementedError("attention over a cache has no backward pass")
 
 
 def _told(what: str, shapes: AttentionShapes) -> str:
-    """Return the text that ranks compare, and show if it differs."""
+    """Return the text that ranks compare, and show on a mismatch."""
     heads = f"{shapes.num_heads}/{shapes.num_kv_heads} heads of {shapes.head_dim} (values {shapes.value_dim})"
     return f"{what}, {shapes.batch} × {heads}, {shapes.dtype}"
 
 
 def _of_chunk(placement: ChunkPlacement, mesh: Mesh) -> tuple[StatePlan | None, Segments]:
-    """Return the states of a chunk, and this rank's segments. Raise ConfigError if the layout deals single tokens.
+    """Return a chunk's states and this rank's segments. Raise ConfigError if the layout assigns single tokens.
 
-    Every segment gives and takes: the cached state enters the first one, too, and the last one's leaves.
+    Every segment sends and receives: the first receives the cached state, and the last one's result becomes the new
+    cached state.
     """
     if placement.layout is None:
         takes: tuple[int, ...] = ()
@@ -138,9 +143,10 @@ def _of_chunk(placement: ChunkPlacement, mesh: Mesh) -> tuple[StatePlan | None, 
         if placement.earlier.num_tokens:
             takes = (0,)
         return None, Segments(PackedDocuments.of([0, placement.num_tokens]), takes=takes, gives=(0,))
+    # A chunk is one document, so every segment contributes to the state after it.
     states = StatePlan.build(placement.layout)
     every = tuple(tuple(_every_segment(states, rank)) for rank in range(mesh.context))
-    # One more state is wanted, over all segments: the one after the chunk.
+    # Request one extra state, over all segments: the one after the chunk.
     end = Open(document=0, start=placement.num_tokens, segment=-1)
     wanted = tuple((*of_rank, end) for of_rank in every)
     own = tuple(x.segment for x in every[mesh.context_rank])
@@ -149,11 +155,11 @@ def _of_chunk(placement: ChunkPlacement, mesh: Mesh) -> tuple[StatePlan | None, 
 
 
 def _every_segment(states: StatePlan, rank: int) -> list[Open]:
-    """Return all segments of a rank, by their first token."""
+    """Return all the rank's segments, with their first tokens."""
     found: list[Open] = []
     row, ends = 0, states.ends[rank]
     for run in states.layout.rank_runs(rank):
-        # Adjacent runs are one segment: then no segment begins at this row.
+        # Adjacent runs merge into one segment: then no segment starts at this row.
         if row in ends[:-1]:
             found.append(Open(document=0, start=run.start, segment=ends.index(row)))
         row += run.count

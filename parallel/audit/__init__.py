@@ -1,1 +1,1 @@
-"""Audit of a step's numbers, recomputed on another rank: products, attention, updates."""
+"""Step audit: another rank recomputes sampled matmuls, attention outputs and optimizer updates."""

@@ -1,7 +1,7 @@
-"""AdamW's update of a range of weights: as the optimiser computed it, and recomputed.
+"""AdamW update for a range of weights: as the optimizer computed it, and recomputed.
 
-The update is the same formula for every value, so a range of a tensor gets the same bits as within the full tensor.
-``is_elementwise`` checks this on a machine: a kernel may treat the end of a range differently.
+The update applies the same formula to every value, so a range gets the same bits as within the full tensor.
+``is_elementwise`` verifies this on a machine: a kernel may treat the end of a range differently.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from parallel.zero.optimizer import AdamW
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "fused")
 _TENSORS = 7
-"""Tensors of a range that are copied: weight, gradient and two moments before, weight and moments after."""
+"""Copied tensors per range: weight, gradient and two moments before, weight and moments after."""
 
 
 class UpdateCapture:
-    """Context manager that copies one range of an optimiser's update, before and after it."""
+    """Context manager that copies one range from an optimizer update, before and after it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, chance: Random, limit_bytes: int) -> None:
-        """Draw the range by ``chance``; copies take at most ``limit_bytes``."""
+        """Choose the range with ``chance``; copies use at most ``limit_bytes``."""
         self._optimizer, self._chance, self._limit = optimizer, chance, limit_bytes
         self._seen = 0
         self._drawn: tuple[Tensor, slice, dict[str, Any], list[Copied]] | None = None
-        """The weights, the range, the options, and copies of weight, gradient, moments and step."""
+        """Weights, range, options, and copies of weight, gradient, moments and step."""
         self.sample: Sample | None = None
         self.master: Tensor | None = None
-        """The tensor that was drawn, to be named."""
+        """Sampled tensor, whose name is resolved later."""
         self.start = 0
 
     def __enter__(self) -> UpdateCapture:
-        # Hooks of PyTorch's optimiser, which every ZeRO stage calls last: gradients are summed and clipped by then.
+        # Hooks on PyTorch's optimizer, which every ZeRO stage calls last: gradients are already reduced and clipped.
         self._hooks = [
             self._optimizer.register_step_pre_hook(self._before),
             self._optimizer.register_step_post_hook(self._after),
@@ -49,7 +49,7 @@ class UpdateCapture:
             hook.remove()
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Stage 3 updates one sub-group after another, with a call each: one of them is drawn, all equally likely.
+        # Stage 3 calls the optimizer once per sub-group: reservoir sampling with one slot, all equally likely.
         self._drawn = None
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -63,13 +63,13 @@ class UpdateCapture:
         count = min(p.numel(), max(1, self._limit // (_TENSORS * p.element_size())))
         start = self._chance.randrange(p.numel() - count + 1)
         part, state = slice(start, start + count), optimizer.state.get(p) or {}
-        # Before the first step there are no moments; AdamW starts from zeros.
+        # Moments exist only after the first step; AdamW starts from zeros.
         moments = [state.get(name, torch.zeros_like(p)) for name in _MOMENTS]
         step = state.get("step", torch.tensor(0.0))
         tensors = [p, p.grad]
         tensors += moments
         tensors = [x.detach().reshape(-1)[part] for x in tensors if x is not None]
-        # A copy: AdamW counts up in place.
+        # A copy: AdamW increments it in place.
         tensors.append(torch.as_tensor(step))
         options = {name: group.get(name) for name in _OPTIONS}
         self._drawn = (p, part, options, [Copied.of(x) for x in tensors])
@@ -85,7 +85,7 @@ class UpdateCapture:
         # Every argument is a tensor; only their number matters.
         args = take_apart([torch.empty(0)] * len(inputs), [])
         place = Place("update", f"AdamW of {part.stop - part.start} values", "", None, "")
-        # The names of the weights in the range are looked up later: the engine knows them.
+        # The engine resolves the name of the weights in this range later.
         self.master, self.start = p, part.start
         self.sample = Sample(op=UPDATE, args=args, kwargs=options, inputs=inputs, outputs=results, place=place)
 
@@ -93,10 +93,10 @@ class UpdateCapture:
 def updated(
     master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, **options: Any
 ) -> list[Tensor]:
-    """Return weights and moments after AdamW's step from these."""
+    """Return weights and moments after one AdamW step from these values."""
     master.requires_grad_()
     master.grad = gradient
-    # The same options and the same class as in the run (``Wrapping``).
+    # The same class and options as in the run (``Wrapping``).
     options["betas"] = tuple(options["betas"])
     optimizer = AdamW([master], foreach=False, **options)
     optimizer.state[master] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
@@ -105,8 +105,8 @@ def updated(
 
 
 def is_elementwise(device: torch.device) -> bool:
-    """Return whether an update of parts, cut anywhere, has the same bits as that of the full tensor."""
-    # Longer than a thread's share of any kernel, with an end that fills no vector.
+    """Return True if updating parts, cut anywhere, gives the same bits as updating the full tensor."""
+    # Longer than one thread's share in any kernel, with a tail that does not fill a vector.
     count = 1 << 15 | 3
     values = [_numbers(count, seed, device) for seed in (1, 2, 3)]
     values.append(_numbers(count, 4, device).abs())
@@ -117,7 +117,7 @@ def is_elementwise(device: torch.device) -> bool:
         parts = _update_of([x[start : start + width] for x in values], options)
         if not all(torch.equal(part, of[start : start + width]) for part, of in zip(parts, whole, strict=True)):
             return False
-        # Every length up to that of some vectors, then long ones: the check takes milliseconds.
+        # Every length up to a few vectors, then long ones: the check takes milliseconds.
         start, width = start + width, width + 1
         if width > 40:
             width = 4099
@@ -133,7 +133,9 @@ def _update_of(values: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
 
 
 def _numbers(count: int, seed: int, device: torch.device) -> Tensor:
-    """Return fixed numbers of many sizes, the same on every machine: integers are drawn, and halved exactly."""
+    """Return fixed numbers in many magnitudes, equal on every machine: random integers, scaled exactly by powers of
+    two.
+    """
     drawn = torch.Generator().manual_seed(seed)
     wholes = torch.randint(-(1 << 20), 1 << 20, (count,), generator=drawn)
     powers = torch.randint(18, 26, (count,), generator=drawn)

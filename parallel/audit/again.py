@@ -13,10 +13,10 @@ from parallel.audit.sample import UPDATE, Sample
 
 
 def compute_again(sample: Sample, device: torch.device) -> list[Tensor]:
-    """Return the results of the sample's call, recomputed on this rank."""
+    """Recompute the sample's call on this rank, and return its results."""
     # New memory each time: a call may write to its arguments.
     args, kwargs = sample.call(device)
-    # The call was made below autograd.
+    # The original call was captured below autograd.
     with torch.no_grad():
         if sample.op == UPDATE:
             return flat(updated(*args, **kwargs))
@@ -24,24 +24,24 @@ def compute_again(sample: Sample, device: torch.device) -> list[Tensor]:
 
 
 def operator(name: str) -> Callable[..., Any]:
-    """Return the operator of a name given by ``name_of``."""
+    """Return the operator for a name from ``name_of``."""
     namespace, rest = name.split("::")
     packet, overload = rest.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
 def name_of(function: Any) -> str:
-    """Return the name and overload of an operator: ``aten::mm.default``."""
+    """Return an operator's name and overload: ``aten::mm.default``."""
     return f"{function._schema.name}.{function._overloadname}"
 
 
 def flat(results: Any) -> list[Tensor]:
-    """Return flat copies of all tensors of a result."""
+    """Return flat copies of all tensors in a result."""
     return [x.detach().clone(memory_format=torch.contiguous_format).flatten() for x in tensors_in(results)]
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors of arguments or results, also those in lists and dicts."""
+    """Yield the tensors in arguments or results, also inside lists and dicts."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, dict):

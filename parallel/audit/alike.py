@@ -1,7 +1,7 @@
-"""Comparison of ranks: those that compute equal bits, and the auditors of each rank.
+"""Comparison of ranks: which of them compute equal bits, and which audit which.
 
-Ranks compare the results of a few fixed computations, and the names of their processors and libraries. If all of these
-are equal, a result on one rank must be that of another to the last bit.
+Ranks compare the results of a few fixed computations, and the names of their processors and libraries. If all are
+equal, a result on one rank must match another's to the last bit.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from parallel.audit.adamw import is_elementwise
 from parallel.audit.bits import digest
 
 _AUDITORS = 2
-"""Ranks that make a call again: with the one that made it first, three."""
+"""Ranks that repeat a call: three with the one that made it."""
 _SHAPES = ((3, 5, 7), (64, 96, 80), (257, 130, 61), (16, 1025, 33))
-"""Rows, terms and columns of the fixed products."""
+"""Rows, inner dim and columns of the fixed matmuls."""
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """Description of a rank that others compare with their own."""
+    """A rank's properties for comparison with other ranks."""
 
     host: str
     machine: str
     """Processor or GPU, and libraries."""
     results: str
-    """A fingerprint of fixed computations."""
+    """Checksum over the fixed computations."""
     repeats: bool
-    """Whether they gave the same bits twice."""
+    """True if repeating them gave the same bits."""
     updates: bool
-    """Whether AdamW gives a part of a tensor the bits that it has within the whole."""
+    """True if AdamW computes the same bits for a part of a tensor as within the full tensor."""
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -51,27 +51,27 @@ class Likeness:
 
 @dataclass(frozen=True)
 class Assigned:
-    """Auditors of a rank, which repeat its calls."""
+    """Auditing ranks that repeat a rank's calls."""
 
     auditors: tuple[int, ...]
     exact: bool
-    """Whether they compute equal bits; else they compare within the bounds of rounding."""
+    """True if they compute equal bits; otherwise they compare within rounding bounds."""
 
 
 def likeness(host: str, device: torch.device, dtype: torch.dtype, kernel: str) -> Likeness:
-    """Return the description of this rank."""
-    # Twice: a rank that does not agree with itself has no bits to compare.
+    """Build this rank's description."""
+    # Run twice: a rank that does not reproduce its own bits has none to compare.
     first, second = (_fixed_results(device, dtype, kernel) for _ in range(2))
     return Likeness(host, _machine(device), first, first == second, is_elementwise(device))
 
 
 def assign(ranks: Sequence[Likeness]) -> list[Assigned]:
-    """Return the auditors of each rank, on other hosts if there are any."""
+    """Assign auditing ranks to each rank, on other hosts if possible."""
     order = _dealt([x.host for x in ranks])
     assigned: list[Assigned] = []
     for rank, mine in enumerate(ranks):
         others = _after(order, rank)
-        # The nearest ones, so that the work is shared: each rank audits two others.
+        # The nearest ones, to share the work: each rank audits two others.
         alike = [other for other in others if ranks[other].kind == mine.kind]
         if alike or not others:
             assigned.append(Assigned(tuple(alike[:_AUDITORS]), exact=True))
@@ -81,7 +81,7 @@ def assign(ranks: Sequence[Likeness]) -> list[Assigned]:
 
 
 def _dealt(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks, taking hosts in turn: neighbours are on different hosts, as far as possible."""
+    """Order the ranks by taking hosts in turn, so that neighbours are on different hosts as far as possible."""
     of_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         of_host.setdefault(host, []).append(rank)
@@ -90,14 +90,14 @@ def _dealt(hosts: Sequence[str]) -> list[int]:
 
 
 def _after(order: Sequence[int], rank: int) -> list[int]:
-    """Return all other ranks, beginning with the next one."""
+    """Return all other ranks in cyclic order, starting with the next one."""
     place = order.index(rank)
     return list(order[place + 1 :]) + list(order[:place])
 
 
 def _machine(device: torch.device) -> str:
-    """Return the properties that decide which instructions a library uses."""
-    # Threads too: they divide sums among them.
+    """Return the properties that determine which instructions a library uses."""
+    # Include the thread count: threads partition sums.
     parts = [torch.__version__, str(torch.get_num_threads()), platform.machine()]
     if device.type == "cuda":
         parts += [torch.cuda.get_device_name(device), str(torch.version.cuda)]
@@ -118,7 +118,7 @@ def _processor() -> str:
 
 
 def _fixed_results(device: torch.device, dtype: torch.dtype, kernel: str) -> str:
-    """Return a fingerprint of products and of attention."""
+    """Compute a checksum over fixed matmuls and attention."""
     found: list[Tensor] = []
     for n, k, m in _SHAPES:
         for of in dict.fromkeys((dtype, torch.float32)):
@@ -128,7 +128,7 @@ def _fixed_results(device: torch.device, dtype: torch.dtype, kernel: str) -> str
 
 
 def _attention(device: torch.device, dtype: torch.dtype, kernel: str) -> list[Tensor]:
-    """Return a kernel's results for a short sequence; empty if it does not support heads of 64."""
+    """Return a kernel's results for a short sequence; empty if it does not support head size 64."""
     t, H, K, D = 96, 4, 2, 64
     try:
         name = choose_kernel(kernel, KernelRequest(device.type, dtype, D, H, K)).name
@@ -141,6 +141,6 @@ def _attention(device: torch.device, dtype: torch.dtype, kernel: str) -> list[Te
 
 
 def _numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return fixed numbers that are the same on every machine: integers divided by a power of two."""
+    """Return fixed numbers that are equal on every machine: integers divided by a power of two."""
     drawn = torch.Generator().manual_seed(seed)
     return (torch.randint(-127, 128, shape, generator=drawn).float() / 64).to(dtype).to(device)

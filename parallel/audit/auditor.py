@@ -1,11 +1,11 @@
-"""``Auditor``: draws a call of a step, has other ranks repeat it, and names the rank that was wrong.
+"""``Auditor``: samples a call in a step, has other ranks repeat it, and names the rank that was wrong.
 
-    all ranks           draw the same kind: products, attention, or the update
-    each rank           copies one call of its own, of those that it makes in the step anyway
-    each rank           sends it to two others, repeats its own, and the two that came from others
-    all ranks           learn whether any two results differ
+    all ranks           choose the same kind: matmuls, attention, or the update
+    each rank           copies one of its own calls, among those that the step makes anyway
+    each rank           sends it to two others, repeats its own, and the two that it received
+    all ranks           learn whether any two results mismatch
 
-Every rank is audited in the same step: the others would wait for one that is audited alone.
+All ranks are audited in the same step: otherwise the others would wait for the audited one.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from parallel.comm.world import any_rank, gather_objects
 from parallel.runtime.spans import begin
 
 CALLS = 4
-"""Calls of a rank that are looked at in a step; of updates it is one."""
+"""Audited calls per rank and step; one for updates."""
 LIMIT_BYTES = 64 << 20
-"""Most bytes that a rank copies of them, inputs and outputs together."""
+"""Maximum bytes that a rank copies for them, inputs and outputs together."""
 
 SHARES: dict[Kind, int] = {"product": 6, "attention": 2, "update": 2}
-"""Audited steps of ten that look at each."""
+"""Audited steps per ten, by kind."""
 
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Tensors and their names, as they are now."""
+"""Tensors and their names, in their current state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
-    """Parts of a run that an auditor checks."""
+    """The parts of a run that are audited."""
 
     device: torch.device
     dtype: torch.dtype
     kernel: str
-    """Of attention, as the config names it."""
+    """Attention kernel, as named in the config."""
     weights: Named
-    """What products read."""
+    """Weights read by matmuls."""
     masters: Named
-    """What the optimiser updates."""
+    """Master weights updated by the optimizer."""
     optimizer: torch.optim.Optimizer | None
-    """None where its updates cannot be computed again."""
+    """None if its updates cannot be recomputed."""
 
 
 class Auditor:
-    """Auditor of a run's steps. Every rank has one, and all call it in the same order."""
+    """Auditor for a run's steps. Every rank has one, and all call it in the same order."""
 
     def __init__(self, audited: Audited, *, seed: int, every: int, rank: int, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Audit one of ``every`` steps; none if it is 0."""
+        """Audit one in ``every`` steps; 0 disables it."""
         self._audited, self._seed, self._every, self._rank = audited, seed, every, rank
         self._limit = limit_bytes
         self._assigned: list[Assigned] = []
@@ -71,10 +71,10 @@ class Auditor:
         self._samples: list[Sample] = []
 
     def kind_of(self, step: int) -> Kind | None:
-        """Return the kind of calls that a step audits; None if it is not audited."""
+        """Return the kind of calls audited in a step; None if it is not audited."""
         if not self._every or step % self._every:
             return None
-        # Drawn from values that all ranks share: they enter the same collectives.
+        # From a generator that all ranks share, so that they enter the same collectives.
         kinds: list[Kind] = [kind for kind in SHARES if kind != "update" or self._audited.optimizer is not None]
         return self._chance(step, -1).choices(kinds, [SHARES[kind] for kind in kinds])[0]
 
@@ -85,7 +85,7 @@ class Auditor:
 
     @property
     def assigned(self) -> list[Assigned]:
-        """Auditors of each rank; empty before the first audit."""
+        """Auditing ranks of each rank; empty before the first audit."""
         return self._assigned
 
     def prepare(self) -> None:
@@ -97,7 +97,7 @@ class Auditor:
 
     @contextmanager
     def watching(self, step: int, *, update: bool) -> Iterator[None]:
-        """Copy a call of the step's forward and backward passes, or of its ``update``, if that is the audited part."""
+        """Copy a call from the step's forward and backward, or from its ``update``, if that part is audited."""
         kind = self.kind_of(step)
         if kind is None or update != (kind == "update"):
             yield
@@ -110,7 +110,7 @@ class Auditor:
             self._samples = self._named(captured)
             return
         operators = operators_of(kind, self._audited.device.type)
-        # Freed before the next ones are made: an interrupted step may have left some.
+        # Free samples that an interrupted step may have left, before new ones are made.
         self._samples = []
         options = {"count": CALLS, "limit_bytes": self._limit // CALLS}
         with Capture(kind, operators, chance, name_of=self._weight_at, **options) as capture:
@@ -118,15 +118,15 @@ class Auditor:
         self._samples = capture.samples
 
     def settle(self, step: int, *, update: bool) -> list[Finding]:
-        """Have other ranks repeat this part's calls, and return the findings; the same on every rank. Collective."""
+        """Have other ranks repeat this part's calls, and return mismatches; equal on every rank. Collective."""
         kind = self.kind_of(step)
         if kind is None or update != (kind == "update"):
             return []
         begin("auditing")
-        # Not at the start: a run shorter than its first audit does not pay for it.
+        # Lazily: a run shorter than its first audit pays no cost.
         if not self._assigned:
             self.prepare()
-        # Freed here at the latest: the optimiser needs the memory.
+        # Free at the latest here: the optimizer needs the memory.
         samples, self._samples = self._samples, []
         arrived = exchange(samples, self._assigned, self._rank)
         cases = [self._case(number, sample) for number, sample in enumerate(samples)]
@@ -136,18 +136,17 @@ class Auditor:
             for number, sample in of_victim.items()
         ]
         differs = any(x.own is not None for x in cases) or any(x.difference is not None for x in answers)
-        # A single number for all: findings are gathered only if there are any.
+        # One flag for all ranks: details are gathered only after a mismatch.
         if not any_rank(differs):
             return []
         return _findings(gather_objects((cases, answers)))
 
     def _case(self, number: int, sample: Sample) -> Case:
-        """Return this rank's own second try."""
         own, second = sample.own, ""
         if not sample.is_alone:
             again = compute_again(sample, self._audited.device)
             second = digest(again)
-            # A tile was compared on this rank already; a difference found then is kept.
+            # A tile was already compared on this rank; keep a difference found then.
             own = own or self._differs(sample, again, is_exact=True)
         if sample.is_tile and sample.own is not None:
             # The full call was wrong, which says nothing about the tile.
@@ -157,7 +156,7 @@ class Auditor:
 
     def _answer(self, victim: int, number: int, sample: Sample) -> Answer:
         again = compute_again(sample, self._audited.device)
-        # Ranks of another kind have other bits, right or wrong: only a difference beyond rounding counts.
+        # Ranks with another machine kind compute other bits: only a difference beyond rounding counts.
         found, seen = self._differs(sample, again, self._assigned[victim].exact), ""
         if self._assigned[victim].exact:
             seen = digest(again)
@@ -165,8 +164,8 @@ class Auditor:
         return Answer(rank=self._rank, host=host, of=victim, number=number, digest=seen, difference=found)
 
     def _differs(self, sample: Sample, again: list[Tensor], is_exact: bool) -> Difference | None:
-        """Return the difference of the step's result from another one, by a bit or by more than rounding."""
-        # A part of an update has the bits of the full one only if AdamW treats each value the same.
+        """Compare the step's result with another one, bitwise or beyond rounding."""
+        # A part of an update has the full one's bits only if AdamW treats all values the same.
         if sample.op == UPDATE:
             is_exact = is_exact and all(x.updates for x in self._ranks)
         if is_exact:
@@ -174,7 +173,7 @@ class Auditor:
         return self._beyond_rounding(sample, again)
 
     def _beyond_rounding(self, sample: Sample, again: list[Tensor]) -> Difference | None:
-        """Return the difference beyond rounding from the result of a rank of another kind; None if there is none."""
+        """Compare beyond rounding with a result from another machine kind; return None if it is within the bound."""
         inputs = [x.laid_out(self._audited.device) for x in sample.inputs]
         if sample.op == UPDATE:
             earlier = (inputs[0], inputs[2], inputs[3])
@@ -186,7 +185,7 @@ class Auditor:
         return outside(inputs[0], inputs[1], used.view(shape), again[0].view(shape))
 
     def _chance(self, step: int, rank: int) -> Random:
-        """Return a generator that depends only on these; rank −1 is for draws that all ranks share."""
+        """Return a generator seeded by these values only; rank −1 is for choices that all ranks share."""
         words = f"{self._seed} {step} {rank}".encode()
         return Random(int.from_bytes(blake2b(words, digest_size=8).digest(), "big"))
 
@@ -194,7 +193,7 @@ class Auditor:
         return _name_at(address, self._audited.weights())
 
     def _named(self, update: UpdateCapture) -> list[Sample]:
-        """Return the update's sample, named by the weight that has the range; empty if the step was skipped."""
+        """Return the update's sample, named by the weight in its range; empty if the step was skipped."""
         sample, master = update.sample, update.master
         if sample is None or master is None:
             return []
@@ -204,7 +203,6 @@ class Auditor:
 
 
 def _findings(of_ranks: Sequence[tuple[list[Case], list[Answer]]]) -> list[Finding]:
-    """Return the findings about all calls of all ranks."""
     found = []
     answers = [answer for _, from_rank in of_ranks for answer in from_rank]
     for cases, _ in of_ranks:
@@ -214,7 +212,7 @@ def _findings(of_ranks: Sequence[tuple[list[Case], list[Answer]]]) -> list[Findi
 
 
 def _name_at(address: int, named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the name of the tensor that has this address in its memory; empty if none has."""
+    """Return the name of the tensor that contains the address; empty if there is none."""
     if not address:
         return ""
     for name, x in named:

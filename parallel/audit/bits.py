@@ -1,4 +1,4 @@
-"""Differences between two results of one computation: by any bit, or by more than rounding in another order."""
+"""Differences between two results of one computation: in any bit, or beyond rounding."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from longctx.tensor_bytes import as_bytes
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _UPDATE_ROUNDINGS = 32
-"""More than AdamW rounds in any of its forms, each by half a unit in the last place of what it makes."""
+"""More roundings than in any AdamW variant, each by at most half an ulp of its result."""
 _MANTISSA_BITS = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
 class Difference(NamedTuple):
-    """Difference of the first of two results from the second."""
+    """Difference between two results."""
 
     values: int
-    """How many values differ."""
+    """Number of mismatched values."""
     total: int
-    """How many there are."""
+    """Number of values."""
     bits: tuple[int, ...]
-    """The positions that differ in any of them; 0 is the lowest bit of the mantissa."""
+    """Mismatched bit positions over all values; 0 is the lowest mantissa bit."""
     parts: tuple[str, ...]
-    """What these positions are: mantissa, exponent, sign."""
+    """Meaning of these positions: mantissa, exponent, sign."""
     example: tuple[float, float]
-    """The first value that differs, in both results."""
+    """First mismatched value, in both results."""
 
     def describe(self) -> str:
-        """Return it in words, for a message."""
+        """Return it as text, for a message."""
         bits = ", ".join(map(str, self.bits[:8]))
         if len(self.bits) > 8:
             bits += f" and {len(self.bits) - 8} more"
@@ -48,16 +48,16 @@ class Difference(NamedTuple):
 
 
 def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Difference | None:
-    """Return the difference of flat tensors from others of the same shapes and dtypes; None if all bits are equal."""
+    """Compare flat tensors with others of equal shape and dtype; return None if all bits are equal."""
     assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in theirs]
     found: Difference | None = None
     total = sum(x.numel() for x in ours)
     for a, b in zip(ours, theirs, strict=True):
         if not a.numel():
             continue
-        # As integers: NaN then equals itself, and −0 is not 0.
+        # As integers: NaN then equals itself, and −0 differs from 0.
         flipped = _words(a) ^ _words(b)
-        # If nothing differs, nothing is counted: the usual case, over millions of values.
+        # Usually no bit differs over millions of values: detail only the mismatched ones.
         places = np.flatnonzero(flipped)
         if not len(places):
             continue
@@ -77,14 +77,15 @@ def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Difference |
 
 
 def outside(a_nK: Tensor, b_Km: Tensor, found_nm: Tensor, other_nm: Tensor) -> Difference | None:
-    """Return the difference of two products of a and b by more than rounding; None if there is none.
+    """Compare two matmuls of a and b beyond rounding; return None if they are within the bound.
 
-    A dot product of K terms, summed in any order with unit roundoff u, is off by at most γ·Σ|a·b| with γ = K·u / (1 −
-    K·u) (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, §3.1). Rounding it to its dtype adds half
-    a unit in the last place. Both results may be off by as much, in opposite directions.
+    A dot product over K terms, summed in any order with unit roundoff u, has an error of at most γ·Σ|a·b| with γ = K·u
+    / (1 − K·u) (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, §3.1). Rounding to the output
+    dtype adds half an ulp. Both results may err by as much, in opposite directions.
     """
     terms = a_nK.shape[1]
     u = torch.finfo(accumulate_dtype(a_nK.dtype)).eps / 2
+    # K + 1 instead of K leaves room for one more rounding.
     gamma = (terms + 1) * u / (1 - (terms + 1) * u)
     sizes_nm = a_nK.abs().double() @ b_Km.abs().double()
     found, other = found_nm.double(), other_nm.double()
@@ -95,10 +96,10 @@ def outside(a_nK: Tensor, b_Km: Tensor, found_nm: Tensor, other_nm: Tensor) -> D
 
 
 def outside_update(before: Tensor, found: Tensor, other: Tensor) -> Difference | None:
-    """Return the difference of two results of AdamW for one tensor by more than rounding; None if there is none.
+    """Compare two AdamW results for one tensor beyond rounding; return None if they are within the bound.
 
-    ``before`` is the tensor before the step. AdamW forms sums of products: each rounding is relative to the larger of a
-    value's old and new size.
+    ``before`` is the tensor before the step. AdamW computes sums of products: each rounding is relative to the larger
+    of a value's old and new magnitude.
     """
     u = torch.finfo(found.dtype).eps / 2
     sizes = torch.maximum(before.abs(), torch.maximum(found.abs(), other.abs())).double()
@@ -107,8 +108,8 @@ def outside_update(before: Tensor, found: Tensor, other: Tensor) -> Difference |
 
 
 def _beyond(bound: Tensor, found: Tensor, other: Tensor) -> Difference | None:
-    """Return the difference of the values that are further apart than their bound; None if there are none."""
-    # A comparison with NaN is False: a value that is NaN in only one result counts as outside.
+    """Return the difference between values that are further apart than ``bound``; None if all are within it."""
+    # Comparisons with NaN are False, so a NaN in only one result counts as outside.
     is_inside = (found.double() - other.double()).abs() <= bound
     is_inside |= (found == other) | (found.isnan() & other.isnan())
     if bool(is_inside.all()):
@@ -120,7 +121,7 @@ def _beyond(bound: Tensor, found: Tensor, other: Tensor) -> Difference | None:
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
-    """Return a fingerprint of the bits."""
+    """Return a checksum over all bits."""
     state = blake2b(digest_size=16)
     for x in tensors:
         state.update(_words(x).tobytes())
@@ -140,7 +141,7 @@ def _positions(word: int) -> tuple[int, ...]:
 
 
 def _parts(positions: Sequence[int], dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the names of the parts of this dtype's values at these bit positions."""
+    """Return the names of the fields at these bit positions, for this dtype."""
     mantissa, sign = _MANTISSA_BITS.get(dtype), 8 * dtype.itemsize - 1
     found = {}
     for n in positions:

@@ -1,7 +1,7 @@
-"""``Capture``: sees every call of a step's operators, and copies a few that are drawn at random.
+"""``Capture``: intercepts every call of the selected operators in a step, and copies a random few.
 
-It is a dispatch mode of PyTorch: below autograd, so that it sees the products of the backward pass and of recomputed
-layers too. The model does not know of it, and outside its block it costs nothing.
+It is a PyTorch dispatch mode below autograd, so that it also sees matmuls in backward and in recomputed layers. The
+model needs no changes, and outside the context it costs nothing.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _ATEN_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 OPERATORS: dict[Kind, frozenset[str]] = {
     "product": frozenset({f"aten::{name}" for name in _ATEN_PRODUCTS} | {"longctx::multiply"}),
-    # Local attention is one operator of ours; in a ring the kernel calls PyTorch's. Not CUDA's backward passes: most of
-    # them add up in the order in which blocks happen to end, and have other bits each time.
+    # Local attention is one custom operator; in a ring the kernel calls PyTorch's. CUDA's backward kernels are
+    # excluded: most add blocks in completion order, with different bits each time.
     "attention": frozenset({"longctx::attention_forward", _CPU_ATTENTION, f"{_CPU_ATTENTION}_backward"}),
 }
-"""What is looked at, by name without overload. An expert's block is a product, whichever rank holds it."""
+"""Audited operators, by name without overload. An expert block counts as a matmul, whichever rank holds it."""
 _ON_CPU: dict[Kind, frozenset[str]] = {
-    # On CUDA a grouped product leaves the gradients of experts without tokens unwritten.
+    # On CUDA a grouped matmul leaves the gradients for experts without tokens uninitialized.
     "product": frozenset({"longctx::multiply_backward", "aten::_grouped_mm"}),
     "attention": frozenset({"longctx::attention_backward"}),
 }
 _COPY = "aten::_to_copy"
 
 NameOf = Callable[[int], str]
-"""The parameter that lies at an address; empty where none does."""
+"""Returns the parameter whose memory contains an address; empty if there is none."""
 
 
 def operators_of(kind: Kind, device_type: str) -> frozenset[str]:
-    """Return the operators of a kind on such a device."""
+    """Return the operators for a kind on a device type."""
     found = OPERATORS[kind]
     if device_type == "cpu":
         found |= _ON_CPU[kind]
@@ -51,28 +51,28 @@ def operators_of(kind: Kind, device_type: str) -> frozenset[str]:
 
 
 class Capture(TorchDispatchMode):
-    """Dispatch mode that copies ``count`` of all calls of some operators, all equally likely."""
+    """Dispatch mode that copies ``count`` calls of some operators, all calls equally likely."""
 
     def __init__(
         self, kind: Kind, operators: frozenset[str], chance: Random, *, count: int, limit_bytes: int, name_of: NameOf
     ) -> None:
-        """Draw the calls by ``chance``; the copies of each take at most ``limit_bytes``."""
+        """Sample calls with ``chance``; the copies for each use at most ``limit_bytes``."""
         super().__init__()
-        # Functions, not methods: copies must be freed with this object, and not wait in a reference cycle.
+        # Plain functions, not bound methods: copies must be freed with this object, without a reference cycle.
         self._answer: Any = Capture._look
         if "torch._dynamo" in sys.modules:
             self._answer = torch.compiler.disable(Capture._look)
         self._places: list[Sample | None] = [None] * count
         self.seen = 0
-        """Calls that could have been drawn."""
+        """Calls eligible so far."""
         self._kind: Kind = kind
         self._operators, self._chance, self._limit, self._name_of = operators, chance, limit_bytes, name_of
         self._copies: dict[int, int] = {}
-        """From the address of a converted copy to what it is of: a weight may be multiplied in another dtype."""
+        """From a converted copy's address to its source's: a weight may be multiplied in another dtype."""
         self._node, self._addresses = None, ()
-        """The node of autograd that the last call served, and its operands."""
+        """Autograd node and operand addresses of the last call."""
         self._unnamed: tuple[Any, int] | None = None
-        """The node whose next call will name a sample, and that one's place."""
+        """Node whose next call will name a sample, and that sample's slot."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -86,8 +86,9 @@ class Capture(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: PyTorch's own way to keep the compiler out of a mode imports the compiler in its first call,
-        which costs a run that compiles nothing a second and 70 MiB. If it is loaded, ``__init__`` keeps it out."""
+        """Return False: PyTorch's own exclusion imports the compiler on first use, which costs a run without
+        compilation a second and 70 MiB. If the compiler is loaded, ``__init__`` excludes it.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,8 +110,9 @@ class Capture(TorchDispatchMode):
         if self._unnamed is not None and self._unnamed[0] == node:
             self._name(self._unnamed[1], addresses)
         self.seen += 1
-        # All calls are equally likely, though their number is unknown: the n-th takes one of k places with probability
-        # k/n. Of n calls about k·(1 + ln n/k) are copied (Vitter 1985, algorithm R).
+        # Reservoir sampling (Vitter 1985, algorithm R): the n-th call takes one of k slots with probability k/n, so
+        # that all calls are equally likely although their number is unknown. Of n calls about k·(1 + ln n/k) are
+        # copied.
         drawn = self.seen - 1
         if drawn >= len(self._places):
             drawn = self._chance.randrange(self.seen)
@@ -122,7 +124,7 @@ class Capture(TorchDispatchMode):
         return result
 
     def _name(self, number: int, addresses: Sequence[int]) -> None:
-        """Name the sample of this place by the weight among these operands."""
+        """Name the sample in this slot by the weight among these operands."""
         sample, self._unnamed = self._places[number], None
         if sample is not None:
             self._places[number] = replace(sample, place=sample.place._replace(weight=self._weight(addresses)))
@@ -137,26 +139,25 @@ class Capture(TorchDispatchMode):
         addresses: tuple[int, ...],
         node: Any,
     ) -> Any:
-        """Make the call, and keep it as the sample of this place."""
-        self._places[number] = None  # the earlier one makes room first
+        self._places[number] = None  # release the previous sample's memory first
         weight = self._weight(addresses)
         if self._unnamed is not None and self._unnamed[1] == number:
             self._unnamed = None
         if not weight and node is not None:
-            # The gradient of a weight is a product of two activations. The other product of the same node reads the
-            # weight: it came right before, or comes next.
+            # A weight gradient is a matmul between two activations. The same node's other matmul reads the weight: it
+            # came immediately before, or comes next.
             if node == self._node:
                 weight = self._weight(self._addresses)
             else:
                 self._unnamed = (node, number)
         place = self._place(func, operands, node, weight)
         copied = None
-        # The span: a part of a larger tensor is laid out again with the gaps between its rows.
-        # Before the call, which may write to its inputs.
+        # Before the call, which may write to its inputs. Use the span: a part of a larger tensor keeps the gaps between
+        # its rows when rebuilt.
         if sum(Layout.of(x).span_bytes for x in operands) <= self._limit:
             copied = [Copied.of(x) for x in operands]
         result = func(*args, **kwargs)
-        # The result's size is known only now; if a call turns out too large, its copies are dropped.
+        # The result's size is known only now; drop the copies if the call is too large.
         num_bytes = sum(x.numel() * x.element_size() for x in (*operands, *tensors_in(result)))
         if copied is None or num_bytes > self._limit:
             self._places[number] = sample_of_large(
@@ -171,7 +172,7 @@ class Capture(TorchDispatchMode):
         return result
 
     def _place(self, func: Any, operands: Sequence[Tensor], node: Any, weight: str) -> Place:
-        # Within a node of autograd it is the backward pass, or a layer that is recomputed for it.
+        # Inside an autograd node this is backward, or a layer recomputed for it.
         phase, layer = "forward", None
         if node is not None:
             phase = "backward"
@@ -182,7 +183,7 @@ class Capture(TorchDispatchMode):
         return Place(self._kind, f"{func._schema.name} of {shapes}, {dtype}", phase, layer, weight)
 
     def _weight(self, addresses: Sequence[int]) -> str:
-        """Return the name of the parameter that one of these operands is, or is a copy of."""
+        """Return the name of the parameter among these operands, directly or as the source of a converted copy."""
         for address in addresses:
             found = self._name_of(address) or self._name_of(self._copies.get(address, 0))
             if found:

@@ -1,7 +1,7 @@
 """Copies of a call's tensors that are sent as bytes and keep their memory layout on another rank.
 
-A library may sum in another order if a matrix has other strides, or another offset within a cache line. So a copy keeps
-both: the same call then gives the same bits.
+A library may sum in another order if a matrix has other strides, or another offset within a cache line. A copy keeps
+both, so that the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from torch import Tensor
 from longctx.tensor_bytes import as_bytes
 
 _LINE_BYTES = 64
-"""A cache line, and the widest vector: what a kernel may ask of an address."""
+"""Cache line size and widest vector: the alignment on which a kernel may depend."""
 
 
 class Layout(NamedTuple):
-    """Layout of a tensor in memory."""
+    """Memory layout of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     phase: int
-    """Its address modulo a cache line, in bytes."""
+    """Address modulo the cache line, in bytes."""
     on_cpu: bool
-    """Also where the run computes on a GPU: tables and counters."""
+    """True for tables and counters on the CPU, also if the run computes on a GPU."""
 
     @classmethod
     def of(cls, x: Tensor) -> Layout:
-        """Return the layout of a tensor."""
+        """Return the tensor's layout."""
         return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.data_ptr() % _LINE_BYTES, x.device.type == "cpu")
 
     @property
     def distinct_shape(self) -> tuple[int, ...]:
-        """Shape with size 1 for expanded axes."""
+        """Shape with size 1 for expanded dims."""
         return tuple(1 if step == 0 else size for size, step in zip(self.shape, self.stride, strict=True))
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from the first value to the last one, including gaps."""
+        """Bytes from the first value to the last, including gaps."""
         if 0 in self.shape:
             return 0
         steps = zip(self.shape, self.stride, strict=True)
@@ -53,24 +53,24 @@ class Copied(NamedTuple):
 
     layout: Layout
     values: Tensor
-    """Flat, in the order of the axes."""
+    """Flat, in dim order."""
 
     @classmethod
     def of(cls, x: Tensor) -> Copied:
-        """Return a copy of a tensor, on its device."""
+        """Copy a tensor on its device."""
         layout = Layout.of(x)
         return cls(layout, _distinct(x, layout).clone(memory_format=torch.contiguous_format).flatten())
 
     def laid_out(self, device: torch.device) -> Tensor:
-        """Return the tensor in memory of its own, with its strides and its offset within a cache line.
+        """Rebuild the tensor in new memory, with its strides and its offset within a cache line.
 
-        ``device`` is that of the run.
+        ``device`` is the run's device.
         """
         layout = self.layout
         if layout.on_cpu:
             device = torch.device("cpu")
         buffer = torch.empty(layout.span_bytes + 2 * _LINE_BYTES, dtype=torch.uint8, device=device)
-        # The allocator's memory is aligned, and the original may not have been: a part of a flat buffer.
+        # The allocator's memory is aligned, but the original may not have been, such as a part of a flat buffer.
         start = (layout.phase - buffer.data_ptr()) % _LINE_BYTES
         x = buffer[start : start + layout.span_bytes].view(layout.dtype).as_strided(layout.shape, layout.stride)
         _distinct(x, layout).copy_(self.values.to(device).view(layout.distinct_shape))
@@ -78,20 +78,20 @@ class Copied(NamedTuple):
 
 
 def _distinct(x: Tensor, layout: Layout) -> Tensor:
-    """Return the tensor with one of each value that an expanded axis repeats."""
+    """Return the tensor with size 1 in expanded dims, which repeat values."""
     for dim, size in enumerate(layout.distinct_shape):
         x = x.narrow(dim, 0, size)
     return x
 
 
 class Slot(NamedTuple):
-    """Place of a tensor among the arguments of a call."""
+    """Placeholder for a tensor among a call's arguments."""
 
     number: int
 
 
 def take_apart(values: Any, tensors: list[Tensor]) -> Any:
-    """Return the arguments with a slot for each tensor; append the tensors to ``tensors``."""
+    """Replace each tensor in the arguments by a slot; append the tensors to ``tensors``."""
     if isinstance(values, Tensor):
         tensors.append(values)
         return Slot(len(tensors) - 1)
@@ -103,7 +103,7 @@ def take_apart(values: Any, tensors: list[Tensor]) -> Any:
 
 
 def put_together(values: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the arguments with their tensors: the inverse of ``take_apart``."""
+    """Replace the slots by their tensors: the inverse of ``take_apart``."""
     if isinstance(values, Slot):
         return tensors[values.number]
     if isinstance(values, dict):
@@ -114,12 +114,12 @@ def put_together(values: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def joined_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return flat tensors, concatenated as bytes in CPU memory."""
+    """Concatenate flat tensors as bytes in CPU memory."""
     return torch.cat([torch.empty(0, dtype=torch.uint8)] + [as_bytes(x.cpu()) for x in tensors])
 
 
 def from_bytes(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors of ``joined_bytes``, flat, with the sizes and dtypes of ``like``."""
+    """Split bytes from ``joined_bytes`` into flat tensors with the sizes and dtypes in ``like``."""
     parts = data.split([x.nbytes for x in like])
-    # Copies: a part of the buffer may be unaligned for its dtype.
+    # Clone: a part of the buffer may be unaligned for its dtype.
     return [part.clone().view(x.dtype) for part, x in zip(parts, like, strict=True)]

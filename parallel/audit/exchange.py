@@ -15,13 +15,13 @@ from parallel.comm.world import gather_objects
 
 
 def exchange(samples: Sequence[Sample], assigned: Sequence[Assigned], rank: int) -> dict[int, dict[int, Sample]]:
-    """Return the samples that this rank must recompute, by the rank that made the call and their number. Collective.
+    """Return the samples that this rank must recompute, by source rank and index. Collective.
 
-    They are sent through CPU memory, also those of GPUs: this happens a few times in a thousand steps.
+    Samples pass through CPU memory, including those from GPUs: this happens a few times in a thousand steps.
     """
-    # Samples that ranks of another kind cannot check stay here.
+    # Keep samples that ranks with other bits cannot check.
     sent = {n: x for n, x in enumerate(samples) if not x.is_alone and (assigned[rank].exact or x.is_bounded)}
-    # Every rank knows the samples and their senders before the first byte is sent.
+    # Headers first: every rank then knows all samples and senders, and can allocate receive buffers.
     headers: list[dict[int, Sample]] = gather_objects({n: x.without_values() for n, x in sent.items()})
     arriving = {
         victim: torch.empty(sum(x.nbytes for header in of_victim.values() for x in header.tensors), dtype=torch.uint8)
@@ -40,6 +40,5 @@ def exchange(samples: Sequence[Sample], assigned: Sequence[Assigned], rank: int)
 
 
 def _unpacked(headers: dict[int, Sample], data: torch.Tensor) -> dict[int, Sample]:
-    """Build the samples of one rank from their bytes."""
     values = iter(from_bytes(data, [x for header in headers.values() for x in header.tensors]))
     return {n: header.with_tensors([next(values) for _ in header.tensors]) for n, header in headers.items()}

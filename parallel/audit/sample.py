@@ -1,4 +1,4 @@
-"""``Sample``: one call of a step, with its arguments and the results that the step used."""
+"""``Sample``: one call in a step, with its arguments and the results that the step used."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from parallel.audit.bits import Difference
 from parallel.audit.copies import Copied, put_together
 
 Kind = Literal["product", "attention", "update"]
-"""What of a step is looked at: a matrix product, a call of an attention kernel, or AdamW's update of some weights."""
+"""Audited parts of a step: a matmul, an attention kernel call, or an AdamW update of some weights."""
 
 
 UPDATE = "longctx::adamw"
-"""What a sample of an update names as its operator."""
+"""Operator name in samples of an update."""
 _BOUNDED = ("aten::mm.default", "aten::mm.out")
 
 
 class Place(NamedTuple):
-    """Place of a call in a step."""
+    """Position of a call in a step."""
 
     kind: Kind
     call: str
-    """The operator, with the shapes that it was given."""
+    """Operator and argument shapes."""
     phase: str
-    """forward or backward; empty of an update."""
+    """forward or backward; empty for an update."""
     layer: int | None
-    """The decoder layer that was last entered; None outside of all."""
+    """Decoder layer entered last; None outside all layers."""
     weight: str
-    """The parameter that the call reads, or whose gradient or update it forms; empty where none is known."""
+    """Parameter that the call reads, or whose gradient or update it computes; empty if unknown."""
 
     def describe(self) -> str:
-        """Return it in words, for a message."""
+        """Return it as text, for a message."""
         if self.kind == "update":
             return f"the optimiser's update of {self.weight or 'some weights'} ({self.call})"
         where = self.weight
@@ -55,31 +55,31 @@ class Sample:
     """One call, with everything needed to repeat it."""
 
     op: str
-    """The operator by name and overload, or ``UPDATE``."""
+    """Operator name with overload, or ``UPDATE``."""
     args: Any
     """Arguments with slots for tensors."""
     kwargs: Any
     inputs: Sequence[Copied]
-    """The tensors for these slots, as they were before the call."""
+    """Tensors for these slots, as they were before the call."""
     outputs: Sequence[Tensor]
-    """Flat results, as the step went on with them."""
+    """Flat results, as the step used them."""
     place: Place
     own: Difference | None = None
-    """What this rank found by itself: how the step's result differs from that of the same call, made again at once.
-    None where that is equal, or was not tried."""
+    """This rank's own result: difference between the step's result and an immediate repetition. None if they are equal,
+    or if it was not repeated."""
     is_tile: bool = False
-    """Whether this is a part of a call that is too large to be sent."""
+    """True if this is a part of a call that is too large to send."""
     is_alone: bool = False
-    """Whether the call was too large even for that: it was made again here, and nothing is left to send."""
+    """True if even a part was too large: the call was repeated locally, and no data is left to send."""
 
     @property
     def is_bounded(self) -> bool:
-        """True if ranks that compute other bits can check it: a bound of its rounding is known."""
+        """True if ranks that compute other bits can check it: a rounding bound is known."""
         return self.op == UPDATE or self.op in _BOUNDED
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Flat values of inputs and outputs."""
+        """Flat values for inputs and outputs."""
         return [x.values for x in self.inputs] + list(self.outputs)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Sample:
@@ -88,10 +88,10 @@ class Sample:
         return replace(self, inputs=inputs, outputs=tensors[len(inputs) :])
 
     def without_values(self) -> Sample:
-        """Return the sample without values, for another rank to know before the bytes come."""
+        """Return the sample without values: the header that other ranks receive before the data."""
         return self.with_tensors([x.to("meta") for x in self.tensors])
 
     def call(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the arguments and keyword arguments, laid out as they were."""
+        """Return the arguments and keyword arguments, in their original memory layout."""
         tensors = [x.laid_out(device) for x in self.inputs]
         return put_together(self.args, tensors), put_together(self.kwargs, tensors)

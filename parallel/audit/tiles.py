@@ -1,11 +1,11 @@
-"""A call that is too large to send: repeated at once on the rank itself, and a part of it sent.
+"""Calls that are too large to send: repeated immediately on the same rank, with a part sent to others.
 
-The rank makes the full call twice and compares all bits: this finds a number that was wrong once. It then cuts a tile
-out of a product, which every rank computes as a product of the tile's own shape, so that bits can be compared again:
-this finds a rank that is wrong each time. The tile and the same values of the step differ by rounding, since libraries
-sum larger products in another order, so these two are compared within a bound.
+The rank runs the full call twice and compares all bits, which detects a transient fault. It then cuts a tile out of a
+matmul, which every rank computes as a matmul with the tile's own shape, so that bits are comparable again: this detects
+a rank that is always wrong. The tile and the step's values at the same positions differ by rounding, since libraries
+sum larger matmuls in another order, so these two are compared within a bound.
 
-Axes: n rows and m columns of a tile, K summed terms.
+Axes: n rows and m columns in a tile, K inner dim.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from parallel.audit.copies import Copied, Slot
 from parallel.audit.sample import Place, Sample
 
 _REPEATED = 4
-"""Times the bytes of a sample that the result of a repeated call may take."""
+"""Limit for the result of a repeated call, as a multiple of a sample's byte limit."""
 
 
 def sample_of_large(
     func: Any, args: Any, kwargs: Any, result: Any, place: Place, *, chance: Random, limit: int
 ) -> Sample | None:
-    """Return the sample of a call that has just been made; None if it cannot be audited.
+    """Build the sample for a call that has just run; return None if it cannot be audited.
 
-    ``limit`` is the most bytes that a sample may take.
+    ``limit`` is the byte limit for a sample.
     """
     call = _repeatable(func, args, kwargs)
     if call is None:
@@ -44,16 +44,16 @@ def sample_of_large(
     is_repeated = sum(x.numel() * x.element_size() for x in results) <= _REPEATED * limit
     if is_repeated:
         own = _difference(results, list(tensors_in(call())))
-    # The second result is freed by now.
+    # The second result is already freed.
     tile = _cut(func, args, result, chance, limit)
     if tile is None:
         if not is_repeated:
             return None
         return Sample(op="", args=[], kwargs={}, inputs=[], outputs=[], place=place, own=own, is_alone=True)
-    # Copies give the parts the layout that the other ranks will have.
+    # The copies give the tile the layout that other ranks will have.
     inputs = [Copied.of(tile.rows_nK), Copied.of(tile.columns_Km)]
     computed_nm = torch.mm(inputs[0].laid_out(result.device), inputs[1].laid_out(result.device))
-    # On a GPU sums may be rounded in between, depending on its settings, and the bound would not hold.
+    # On a GPU, intermediate sums may be rounded, depending on its settings, and the bound would not hold.
     if own is None and tile.used_nm is not None and on_cpu(result):
         own = outside(tile.rows_nK, tile.columns_Km, tile.used_nm, computed_nm)
     n, m = computed_nm.shape
@@ -70,16 +70,14 @@ def sample_of_large(
 
 
 class _Tile(NamedTuple):
-    """Part of a product."""
-
     rows_nK: Tensor
     columns_Km: Tensor
     used_nm: Tensor | None
-    """The step's result; None where that has more in it than the product."""
+    """The step's result; None if that includes more than the matmul."""
 
 
 def tile_side(terms: int, values: int) -> int:
-    """Return the largest s for which s·K + K·s + s² is at most ``values``; K is ``terms``."""
+    """Return the largest s with s·K + K·s + s² ≤ ``values``; K is ``terms``."""
     return math.isqrt(terms * terms + values) - terms
 
 
@@ -93,20 +91,20 @@ def _repeatable(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
 
 
 def _cut(func: Any, args: Any, result: Any, chance: Random, limit: int) -> _Tile | None:
-    """Return a tile of a product; None for other calls, and if one row and one column are too long."""
+    """Cut a tile out of a matmul; return None for other calls, and if one row and one column exceed the limit."""
     name, used = func._schema.name, result
     if name == "aten::addmm":
         args, used = args[1:], None
     elif name not in ("aten::mm", "aten::bmm"):
         return None
-    # More than two arguments: another dtype of the result.
+    # A third argument requests another output dtype.
     if len(args) != 2:
         return None
     a, b = args
     if name == "aten::bmm":
         batch = chance.randrange(len(a))
         a, b, used = a[batch], b[batch], result[batch]
-    # Square: the most values of the result for the bytes that are sent.
+    # A square tile covers the most result values per byte sent.
     side = tile_side(a.shape[1], limit // a.element_size())
     if side < 1:
         return None
@@ -123,8 +121,8 @@ def _range(size: int, most: int, chance: Random) -> slice:
 
 
 def _difference(used: list[Tensor], again: list[Tensor]) -> Difference | None:
-    """Return the difference of results, without copies of equal ones."""
-    # NaN is unequal to itself: then the bits are compared.
+    """Compare results, without copying equal ones."""
+    # torch.equal is False for NaN: then compare bits.
     if all(torch.equal(a, b) for a, b in zip(used, again, strict=True)):
         return None
     return difference(flat(used), flat(again))

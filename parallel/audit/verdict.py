@@ -1,4 +1,4 @@
-"""Verdict on one call, from the results of several ranks, and the rank that was wrong."""
+"""Decision on one audited call, from several ranks' results: which rank was wrong."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from parallel.audit.sample import Place
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A rank's own call, and the result of its repetition on that rank."""
+    """One rank's call, and its repetition on the same rank."""
 
     rank: int
     host: str
     number: int
-    """Which of its calls that are looked at in this step."""
+    """Index among the rank's audited calls in this step."""
     place: Place
     own: Difference | None
-    """How the step's result differs from this rank's second one; None where it does not."""
+    """Difference between the step's result and the repeated one; None if equal."""
     second: str
-    """The digest of the second result; empty where only the whole call was repeated, and not the part that was sent."""
+    """Digest of the repeated result; empty if only the full call was repeated, not the part that was sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Result of another rank that repeated the call."""
+    """Result from another rank that repeated the call."""
 
     rank: int
     host: str
     of: int
-    """The rank whose call it is."""
+    """Rank that made the call."""
     number: int
-    """Which of that rank's calls."""
+    """Index among that rank's audited calls."""
     digest: str
-    """That of its result; of a rank that computes other bits it says nothing."""
+    """Digest of its result; meaningless if the rank computes other bits."""
     difference: Difference | None
-    """How the step's result differs from its own; None where it does not, or by no more than rounding."""
+    """Difference between the step's result and its own; None if equal, or equal up to rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Wrong number, and the ranks that may have computed it."""
+    """Wrong value, and the ranks that may have computed it."""
 
     place: Place
     of: int
-    """The rank whose call it is."""
+    """Rank that made the call."""
     suspects: Sequence[int]
-    """Ranks one of which computed it; one where that is known."""
+    """Ranks of which one computed it; a single rank if it is known."""
     hosts: Sequence[str]
-    """The suspects' hosts."""
+    """Hosts of these ranks."""
     difference: Difference
     evidence: str
-    """Who computed what, in a sentence."""
+    """Which ranks computed which result, in a sentence."""
 
     @property
     def is_named(self) -> bool:
-        """True if it is known which rank was wrong."""
+        """True if the wrong rank is known."""
         return len(self.suspects) == 1
 
     def describe(self, step: int) -> str:
@@ -70,11 +70,13 @@ class Finding:
         return f"{who}: {self.place.describe()} on rank {self.of}.\n{what}.\n{self.evidence}"
 
 
+# Majority vote. The step's result, the rank's own repetition and the other ranks' repetitions are votes; two equal
+# results outvote a third. Invariant: a rank is named only if a majority excludes it, or if it contradicts itself.
 def judge(case: Case, answers: Sequence[Answer]) -> Finding | None:
-    """Return the finding about a call; None if all ranks that made it agree.
+    """Decide on a call; return None if all ranks that made it agree.
 
-    Two equal results outvote a third. A rank's own second result counts like one of another rank: a fault seldom gives
-    the same wrong result twice.
+    Two equal results outvote a third. A rank's repetition counts like another rank's: a fault rarely gives the same
+    wrong result twice.
     """
     disagreeing = [answer for answer in answers if answer.difference is not None]
     if not disagreeing:
@@ -82,14 +84,14 @@ def judge(case: Case, answers: Sequence[Answer]) -> Finding | None:
     difference = disagreeing[0].difference
     assert difference is not None
     if len(disagreeing) < len(answers):
-        # Another rank got the step's result.
+        # Another rank reproduced the step's result.
         return _finding(
             case,
             difference,
             disagreeing,
             f"{_agreeing(case, answers)}, rank {disagreeing[0].rank} alone got another one.",
         )
-    # No answer agrees with the step. Their agreement with one another tells which rank is alone.
+    # No other rank reproduced the step's result, so compare their results with one another.
     others = {answer.digest for answer in answers}
     names = _ranks(answers)
     everyone: list[Case | Answer] = [case]
@@ -119,7 +121,7 @@ def judge(case: Case, answers: Sequence[Answer]) -> Finding | None:
 
 
 def _of_own(case: Case, answers: Sequence[Answer]) -> Finding | None:
-    """Return the finding if only the rank's own second result differs, otherwise None."""
+    """Return the decision if only the rank's own repetition mismatches, otherwise None."""
     if case.own is None:
         return None
     if answers and case.second:

@@ -1,4 +1,4 @@
-"""Collectives with errors that name the operation under way."""
+"""Collectives with errors that name the failed operation."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from parallel.runtime.spans import DOING
 T = TypeVar("T")
 
 _SHOWN = 8
-"""Ranks of a group that a message names."""
+"""Maximum number of ranks listed in a message."""
 
 
 def named_collective(action: Callable[[], T], doing: str, ranks: Sequence[int] = ()) -> T:
-    """Return the result of ``action``; raise ClusterError that names this rank's operation if communication fails.
+    """Return the result of ``action``; if communication fails, raise ClusterError that names this rank's operation.
 
-    ``ranks`` are the ranks involved, if ``doing`` does not name them.
+    ``ranks`` are the ranks involved, unless ``doing`` names them.
     """
-    # ``spans.waiting`` inlined: this runs at each hop of each layer.
+    # ``spans.waiting``, inlined because this runs in each hop of each layer.
     before, DOING.wait = DOING.wait, doing
     DOING.count += 1
     try:
         return action()
     except RuntimeError as error:
-        # A device that has failed, or is full, may raise its error here first.
+        # A failed or full device may raise its error here first: keep the original.
         if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
             raise
-        # Errors of gloo and NCCL name neither the data nor the receiver; their first line is the cause.
+        # gloo and NCCL errors name neither the data nor the peer; their first line is the cause.
         raise ClusterError(
             f"rank {dist.get_rank()} {doing}{_among(ranks)} ({DOING.place()}): {str(error).splitlines()[0]}\n"
             "A rank that it works with died or did not answer in time (run.timeout_seconds); its own log says why."
@@ -42,7 +42,6 @@ def named_collective(action: Callable[[], T], doing: str, ranks: Sequence[int] =
 
 
 def _among(ranks: Sequence[int]) -> str:
-    """Return the ranks of a group as text, for a message."""
     if not ranks:
         return ""
     names = ", ".join(map(str, ranks[:_SHOWN]))

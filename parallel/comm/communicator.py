@@ -1,8 +1,8 @@
-"""``Communicator``: all communication between ranks within a training step.
+"""``Communicator``: all communication between ranks in a training step.
 
-Every call marks the operation that the rank waits for, so that a hang can be named; names that operation if it fails;
-and, if ranks compare sums of their messages, notes the sums of sent and received messages, under the same identity on
-both sides. Receivers and senders are global ranks, as in torch.
+Every call marks the operation that the rank waits for, so that a hang can be reported, and names it on failure. If
+ranks verify their messages, each call also records a checksum per sent and received message, under an identity that
+both sides derive. Senders and receivers are global ranks, as in torch.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from parallel.comm.messages.kinds import Kind
 from parallel.comm.messages.ledger import Arrival, Ledger
 
 _MOST_TENSORS = 4
-"""Of one message between two ranks."""
+"""Maximum tensors per message between two ranks."""
 
 
 @dataclass
 class Pending:
-    """Tensors under way between ranks."""
+    """Tensors in flight between ranks."""
 
     received: tuple[Tensor, ...] = ()
-    """Buffers that are being filled; not to be read before ``wait`` returns."""
+    """Receive buffers; do not read them before ``wait`` returns."""
     sent: tuple[Tensor, ...] = ()
-    """What leaves, kept alive until it is through."""
+    """Send buffers, kept alive until the transfer completes."""
     works: Sequence[dist.Work] = ()
     doing: str = ""
     ranks: Sequence[int] = ()
-    """Those that take part, if ``doing`` does not say so."""
+    """Participating ranks, unless ``doing`` names them."""
     arrival: Arrival | None = None
-    """Where to note what has arrived; None if nobody compares it, or nothing is to come."""
+    """Records received messages; None if messages are not verified, or no message is expected."""
     messages: Sequence[Sequence[Tensor]] = ()
-    """What is to be noted there: the tensors of each message."""
+    """Tensors per expected message, for ``arrival``."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait, and return the received tensors. Raise ClusterError if a rank is gone or too late."""
+        """Wait, and return the received tensors. Raise ClusterError if a rank died or timed out."""
         named_collective(self._wait, self.doing, self.ranks)
         self.sent = ()
         if self.arrival is not None:
@@ -57,10 +57,10 @@ class Pending:
 
 
 class Communicator:
-    """Collectives of a training step. They raise ClusterError, which names the operation under way, if one fails."""
+    """A training step's collectives. On failure they raise ClusterError, which names the operation."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
-        """With a ``ledger``, note the sums of every message that has a kind."""
+        """With a ``ledger``, record checksums for every message that has a kind."""
         self.ledger = ledger
 
     def send_recv(
@@ -73,10 +73,11 @@ class Communicator:
         kind: Kind | None = None,
         hop: int = -1,
     ) -> Pending:
-        """Start to send tensors to ranks, and to fill those that come from ranks."""
-        # One batch: NCCL needs sends and receives of two peers grouped, or each waits for the other's receive.
+        """Start sending tensors to ranks, and receiving into buffers from ranks."""
+        # One batch: NCCL requires sends and receives between two peers to be grouped, or each side blocks on the
+        # other's receive.
         ops = []
-        # Tensors between two ranks are told apart by their kind and their number.
+        # Tags distinguish tensors between two ranks by kind and index.
         tag = _MOST_TENSORS * (kind or 0)
         for op, by_rank in ((dist.isend, sent), (dist.irecv, received)):
             for rank, tensors in by_rank.items():
@@ -87,7 +88,7 @@ class Communicator:
         leaving, arriving = ([x for tensors in by_rank.values() for x in tensors] for by_rank in (sent, received))
         pending = Pending(tuple(arriving), tuple(leaving), works, doing)
         if self.ledger is not None and kind is not None:
-            # After the start: bytes travel while they are summed.
+            # After the start, so that the transfer overlaps with the checksum.
             pending.arrival = self.ledger.post(kind, sent, list(received), hop=hop)
             pending.messages = list(received.values())
         return pending
@@ -95,7 +96,7 @@ class Communicator:
     def all_gather(
         self, x: Tensor, group: ProcessGroup, *, doing: str, kind: Kind | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Gather tensors of one shape from all ranks: [ranks, …], in the order of the group, into ``out`` if any."""
+        """Gather equally shaped tensors from all ranks: [ranks, …], in group order, into ``out`` if given."""
         (pending,) = self.start_all_gather(x, group=group, doing=doing, kind=kind, out=out, is_async=False)
         return pending.wait()[0]
 
@@ -109,19 +110,19 @@ class Communicator:
         out: Tensor | None = None,
         is_async: bool = True,
     ) -> tuple[Pending, ...]:
-        """Start to gather tensors of every rank, each of one shape on all: [ranks, …], in the order of the group.
+        """Start gathering tensors from every rank, each equally shaped on all ranks: [ranks, …], in group order.
 
-        Each is waited for by itself, in their order; a ledger counts them as one message.
+        Each has its own ``Pending``, to be waited on in order; the ledger counts them as one message.
         """
         ranks, started = members(group), []
         tensors = tuple(x.contiguous() for x in tensors)
         for x in tensors:
             gathered = x.new_empty(len(ranks.ranks), *x.shape) if out is None else out
-            # The collective lays the ranks end to end.
+            # The collective concatenates ranks in a flat buffer.
             start = partial(dist.all_gather_into_tensor, gathered.view(-1), x.view(-1), group, async_op=is_async)
             started.append(_started(start, gathered, x, doing, ranks.ranks))
         if self.ledger is not None and kind is not None:
-            # After the last start, so that all of them travel while they are summed.
+            # After the last start, so that all transfers overlap with the checksums.
             started[-1].arrival = self.ledger.post_same(kind, tensors, ranks.others, layer=layer)
             by_rank = zip(*(pending.received[0] for pending in started), strict=True)
             started[-1].messages = ranks.of_others(list(by_rank))
@@ -137,7 +138,7 @@ class Communicator:
         kind: Kind | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the tensor that ``start_all_to_all`` receives, once it has arrived; in ``out`` if given."""
+        """Run ``start_all_to_all`` and wait; return the received tensor (``out`` if given)."""
         pending = self.start_all_to_all(sent, group, doing=doing, counts=counts, kind=kind, out=out, is_async=False)
         return pending.wait()[0]
 
@@ -153,10 +154,10 @@ class Communicator:
         out: Tensor | None = None,
         is_async: bool = True,
     ) -> Pending:
-        """Start to send every rank its part of ``sent``, and to receive this rank's part from each, in the group's
-        order.
+        """Start sending each rank its part of ``sent``, and receiving this rank's part from each, in group order.
 
-        Parts are rows: ``counts`` has the numbers sent to each rank, and received from it; without it all are equal.
+        Parts are rows: ``counts`` holds the row counts sent to each rank and received from each; without it all are
+        equal.
         """
         ranks, received = members(group), out
         to_send, to_receive = (list(of_ranks) for of_ranks in counts or ((), ()))
@@ -168,7 +169,7 @@ class Communicator:
         if self.ledger is not None and kind is not None:
             if counts is None:
                 to_send = to_receive = [len(sent) // len(ranks.ranks)] * len(ranks.ranks)
-            # This rank's own part is copied by the collective and not sent.
+            # The collective copies this rank's own part locally, so it is not a message.
             leaving = zip(ranks.others, ranks.of_others(sent.split(to_send)), strict=True)
             by_rank = {receiver: [part] for receiver, part in leaving}
             pending.arrival = self.ledger.post(kind, by_rank, ranks.others, layer=layer)
@@ -176,18 +177,18 @@ class Communicator:
         return pending
 
     def all_reduce(self, x: Tensor, group: ProcessGroup, *, doing: str, largest: bool = False) -> Tensor:
-        """Sum ``x`` over the ranks, or take the largest of each value, in place; return it."""
+        """Sum ``x`` over the ranks, or take the elementwise maximum, in place; return it."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         named_collective(lambda: dist.all_reduce(x, op, group), doing, members(group).ranks)
         return x
 
     def broadcast(self, x: Tensor, source: int, group: ProcessGroup, *, doing: str) -> Tensor:
-        """Set ``x`` to the tensor of the rank ``source``, in place; return it."""
+        """Overwrite ``x`` with the tensor from rank ``source``, in place; return it."""
         named_collective(lambda: dist.broadcast(x, source, group), doing, members(group).ranks)
         return x
 
     def gather(self, x: Tensor, group: ProcessGroup, *, doing: str) -> list[Tensor] | None:
-        """Gather a tensor of one shape from every rank, on the group's first rank; return None on the others."""
+        """Gather equally shaped tensors on the group's first rank; return None on the others."""
         ranks, parts = members(group), None
         if ranks.own == 0:
             parts = [torch.empty_like(x) for _ in ranks.ranks]
@@ -195,13 +196,13 @@ class Communicator:
         return parts
 
     def broadcast_object(self, value: Any, source: int, group: ProcessGroup, *, doing: str) -> Any:
-        """Return the value of the rank ``source``."""
+        """Return the value from rank ``source``."""
         holder = [value]
         named_collective(lambda: dist.broadcast_object_list(holder, source, group), doing, members(group).ranks)
         return holder[0]
 
     def gather_objects(self, value: Any, group: ProcessGroup, *, doing: str) -> list[Any]:
-        """Return every rank's value, in the order of the group."""
+        """Return every rank's value, in group order."""
         ranks = members(group).ranks
         values: list[Any] = [None] * len(ranks)
         named_collective(lambda: dist.all_gather_object(values, value, group), doing, ranks)
@@ -211,7 +212,7 @@ class Communicator:
 def _started(
     start: Callable[[], dist.Work | None], received: Tensor, sent: Tensor, doing: str, ranks: Sequence[int]
 ) -> Pending:
-    """Call ``start`` and return its pending collective; without a work to wait for, it has completed already."""
+    """Call ``start`` and wrap its work as ``Pending``; without a work handle the collective has already completed."""
     work = named_collective(start, doing, ranks)
     works = ()
     if work is not None:

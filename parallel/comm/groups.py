@@ -1,13 +1,14 @@
-"""Process groups: all of them are created here, with the run's time-out, and are warmed when they are created.
+"""Process groups: all are created here, with the run's timeout, and warmed up on creation.
 
-**Time-out.** Every group has that of the world group, which is ``run.timeout_seconds``. A group that is created without
-one gets torch's default of 10 or 30 minutes.
+**Timeout.** Every group inherits the world group's timeout, ``run.timeout_seconds``. Without an explicit timeout, torch
+would use its default, 10 or 30 minutes.
 
-**Warm.** The first collective of a group is a tiny sum that all its ranks enter together. NCCL creates its communicator
-in the first call, and its behaviour is undefined if that is a batch of sends that ranks enter at different hops.
+**Warm-up.** A group's first collective is a tiny all-reduce that all its ranks enter together. NCCL creates its
+communicator in the first call, and the behaviour is undefined if that is a batch of sends that ranks enter at different
+hops.
 
-**Control.** One more group of all ranks, for CPU tensors, has a time-out of a day: a rank waits there for another one
-that hashes, converts, saves or evaluates.
+**Control.** An additional group over all ranks, for CPU tensors, has a one-day timeout: there, ranks wait for one that
+hashes, converts, saves or evaluates.
 """
 
 from __future__ import annotations
@@ -28,61 +29,62 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Members:
-    """Ranks of a group, including this one."""
+    """A group's ranks, including this one."""
 
     ranks: tuple[int, ...]
-    """Their numbers in the world, in the order of the group."""
+    """Global ranks, in group order."""
     own: int
-    """This rank's place in that order."""
+    """This rank's index in ``ranks``."""
 
     @cached_property
     def others(self) -> tuple[int, ...]:
-        """All ranks but this one."""
+        """All ranks except this one."""
         return tuple(self.of_others(self.ranks))
 
     def of_others(self, parts: Sequence[T]) -> list[T]:
-        """Return the parts of the other ranks, out of the parts of all."""
+        """Drop this rank's entry from a sequence with one entry per rank."""
         return [part for place, part in enumerate(parts) if place != self.own]
 
 
 PATIENCE = timedelta(hours=24)
-"""How long ranks wait for one that works on disk, or has more to do. A rank that dies ends the wait at once."""
+"""Timeout while a rank works on disk or has more to do. A rank that dies ends the wait at once."""
 
 
 @dataclass(frozen=True)
 class _Control:
-    """Control group, and the world that it belongs to."""
+    """Control group, with the world group it belongs to."""
 
     world: ProcessGroup
     group: ProcessGroup
 
 
-# Global, as torch's own world group is: there is one per process.
+# Global, like torch's world group: one per process.
 _control: _Control | None = None
 
 
 @lru_cache(maxsize=64)
 def members(group: ProcessGroup) -> Members:
-    """Return the ranks of a group that this rank is in."""
+    """Return the members of a group that contains this rank."""
     return Members(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
 
 
 def control_group() -> ProcessGroup:
-    """Return the group of all ranks for CPU tensors, in which a rank may be hours late. Collective if it is created."""
+    """Return the group over all ranks for CPU tensors, in which ranks may be hours late. Collective on first use."""
     global _control
     world = world_group()
     if _control is None or _control.world is not world:
         group = make_group(range(world.size()), backend="gloo")
-        # Only now: the creation must not wait that long for ranks that do not come.
+        # Extend the timeout only after creation, which must not wait a day for missing ranks.
         distributed_c10d._set_pg_timeout(PATIENCE, group)
         _control = _Control(world, group)
     return _control.group
 
 
 def own_group(parts: Sequence[Sequence[int]], *, backend: str | None = None) -> ProcessGroup | None:
-    """Return this rank's group among ``parts``, which cover all ranks; None if it would be alone. Collective.
+    """Return this rank's group among ``parts``, which cover all ranks; None if it would contain only this rank.
+    Collective.
 
-    The group is for tensors of the run's device unless ``backend`` says otherwise.
+    The group carries tensors on the run's device unless ``backend`` is given.
     """
     if len(parts[0]) == 1:
         return None
@@ -91,9 +93,10 @@ def own_group(parts: Sequence[Sequence[int]], *, backend: str | None = None) -> 
 
 
 def make_group(ranks: Sequence[int], *, backend: str | None = None) -> ProcessGroup:
-    """Create a warm group of these ranks. Exactly these ranks call it, and all create their groups in one order."""
-    # By torch's default every rank calls for every group of the world. Here a rank calls only for its own. torch names
-    # such a group by its ranks and by the number of the caller's groups: each axis of a mesh gives every rank one.
+    """Create and warm up a group. Exactly its ranks call this; all ranks create their groups in the same order."""
+    # By default every rank must call new_group for every group in the world. With local synchronization only members
+    # call. torch then names the group by its ranks and by how many groups the caller has created: so each mesh axis
+    # must give every rank exactly one group.
     group = dist.new_group(
         list(ranks),
         timeout=world_timeout(),
@@ -106,7 +109,7 @@ def make_group(ranks: Sequence[int], *, backend: str | None = None) -> ProcessGr
 
 
 def warm(group: ProcessGroup) -> None:
-    """Run a first collective, which all ranks of the group enter. Collective."""
+    """Run the group's first collective. Collective."""
     device = torch.device("cpu")
     if "cuda:nccl" in str(dist.get_backend_config(group)):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -115,10 +118,10 @@ def warm(group: ProcessGroup) -> None:
 
 @contextmanager
 def groups_of_library() -> Iterator[None]:
-    """Give the groups that a library creates within the block the run's time-out, and warm them. Collective."""
+    """Set the run's timeout on groups that a library creates within the block, and warm them up. Collective."""
     before = set(distributed_c10d._world.pg_map)
     yield
-    # In the order in which they were created, which is the same on all ranks of a group.
+    # Creation order, which is the same on all ranks in a group.
     for group in list(distributed_c10d._world.pg_map):
         if group not in before:
             distributed_c10d._set_pg_timeout(world_timeout(), group)
@@ -126,30 +129,30 @@ def groups_of_library() -> Iterator[None]:
 
 
 def world_timeout() -> timedelta:
-    """Return the time-out of collectives of the world group."""
-    # torch has no function for it; every world group of a run has gloo for CPU tensors.
+    """Return the world group's timeout for collectives."""
+    # torch has no public accessor; every world group in a run has gloo for CPU tensors.
     options = world_group()._get_backend(torch.device("cpu")).options
     if options is None:
-        # torch's fake groups, with which a step is traced, never wait.
+        # torch's fake groups, used to trace a step, never wait.
         return distributed_c10d.default_pg_timeout
     return options._timeout
 
 
 def device_backend() -> str:
-    """Return the backend for tensors of the run's device: NCCL if the world has it, else gloo."""
-    # NCCL only: comparisons on the CPU have their own groups, and gloo opens a connection to every member.
+    """Return the backend for tensors on the run's device: NCCL if the world has it, otherwise gloo."""
+    # Not both: CPU comparisons have their own groups, and gloo would open a connection to every member.
     if "cuda:nccl" in str(dist.get_backend_config()):
         return "nccl"
     return "gloo"
 
 
 def forget_groups() -> None:
-    """Forget the control group and the members of all groups, once torch has destroyed them."""
+    """Clear the control group and all cached members, once torch has destroyed the groups."""
     global _control
     _control = None
     members.cache_clear()
 
 
 def world_group() -> ProcessGroup:
-    """Return the group of all ranks."""
+    """Return the group over all ranks."""
     return cast(ProcessGroup, dist.group.WORLD)

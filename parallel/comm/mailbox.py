@@ -1,4 +1,4 @@
-"""Values that ranks leave for rank 0, which reads them when it has time: no rank waits for another."""
+"""Values that ranks send to rank 0 asynchronously: rank 0 reads them when it is ready, and no rank waits."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 
 class Mailbox:
-    """JSON values under numbers, in the store through which the ranks met."""
+    """Numbered JSON values in the store used for rendezvous."""
 
     def __init__(self, name: str) -> None:
-        """Open the mailbox of this name, which is the same on every rank."""
+        """Open the mailbox with this name, equal on every rank."""
         self._store = dist.PrefixStore(name, _get_default_store())
 
     def leave(self, number: int, value: Any) -> None:
-        """Leave a value for rank 0, once for each number."""
+        """Store a value for rank 0, once per number."""
         self._store.set(f"{number}", json.dumps(value))
 
     def has(self, number: int) -> bool:
-        """Return whether the number's value is there."""
+        """Return True if the number's value has arrived."""
         return self._store.check([f"{number}"])
 
     def take(self, number: int) -> Any:

@@ -1,4 +1,4 @@
-"""Start and end of the process group, from the environment that the DeepSpeed launcher sets."""
+"""Start and stop the process group, from the environment that the launcher sets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from parallel.runtime.watch.last_words import say
 from parallel.runtime.watch.options import WatchOptions
 
 MEET_SECONDS = 45.0
-"""How long ranks wait for the last one to come. With the seconds that an end takes, a start fails within a minute."""
+"""How long ranks wait at rendezvous. Including shutdown, a failed start ends within a minute."""
 _LONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -39,25 +39,24 @@ def start_process_group(
     device: torch.device | None = None,
     traces: Path | None = None,
 ) -> None:
-    """Join the process group, or create a group of one if no launcher started this process.
+    """Join the process group, or create a single-rank group if the process was started without a launcher.
 
-    CPU tensors are sent by gloo, and if ``device`` is a GPU, its tensors by NCCL. From here on a rank that fails ends
-    all ranks, and so does one that hangs: then each rank writes its stacks into the folder ``traces``, and NCCL its
-    last collectives.
+    CPU tensors use gloo; if ``device`` is a GPU, its tensors use NCCL. From here on, a rank that fails or hangs ends
+    all ranks: each then writes its stacks into the folder ``traces``, and NCCL its last collectives.
 
-    Raise ClusterError if the ranks do not meet within ``meet_seconds``, or if their code differs.
+    Raise ClusterError if rendezvous takes longer than ``meet_seconds``, or if the ranks' code differs.
     """
     if "RANK" not in os.environ:
         os.environ.update(_LONE_PROCESS, MASTER_PORT=str(free_port()))
     choose_gloo_interface()
-    # Ranks of one machine share its cores; with all cores each, they would wait for one another.
+    # Ranks on one machine share its cores: with all cores each, they would stall one another.
     threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     torch.set_num_threads(threads or _threads_per_process())
     rank, world_size = environment_rank()
-    # torch 2.13 renames collectives that torch 2.11 has only under their old names: each rank would warn.
+    # torch 2.13 renames collectives that torch 2.11 has only under the old names: silence one warning per rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
-        # gloo and NCCL: the tensors that ranks compare before they compute are on the CPU.
+        # gloo in addition to NCCL: tensors that ranks compare before they compute are on the CPU.
         backend = "cpu:gloo,cuda:nccl"
         if device is None or device.type == "cpu":
             backend = "gloo"
@@ -80,7 +79,7 @@ def start_process_group(
             start_watch(store, options)
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        # The first call on every group, also on the world's, is one that all ranks enter.
+        # The first call on every group, including the world group, must be one that all ranks enter.
         warm(world_group())
         control_group()
     except (RuntimeError, ValueError, OSError) as error:
@@ -89,14 +88,15 @@ def start_process_group(
             f"{meeting_host()}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}\n"
             "Check that every host of the hostfile reaches that address, and that the port is free (--master_port)."
         )
-        # Rank 0 knows which ranks are missing, but not why: without a watch, one rank of each machine reports it, too.
+        # Rank 0 knows which ranks are missing, but not why. Without a watch, one rank per machine reports its own
+        # cause.
         if watching() is None and rank != 0 and os.environ.get("LOCAL_RANK", "0") in ("0", str(rank)):
             say(f"ClusterError: {text}")
         raise ClusterError(text) from error
 
 
 def stop_process_group() -> None:
-    """Leave the process group, if any. Only for ranks that are done: after an error NCCL may wait here forever."""
+    """Leave the process group, if any. Call it only after success: after an error NCCL may block here forever."""
     if dist.is_initialized():
         dist.destroy_process_group()
         forget_groups()
@@ -105,12 +105,12 @@ def stop_process_group() -> None:
 
 @contextmanager
 def process_group(*, timeout_seconds: float, device: torch.device, traces: Path | None = None) -> Iterator[None]:
-    """Be one of the launcher's ranks within the block. A single process needs no group.
+    """Run the block as one of the launcher's ranks. A single process needs no group.
 
-    An error that leaves the block ends the process (``launcher/cluster/exit.py``), which does not leave the group
-    first: on NCCL that would wait for kernels that wait for this rank.
+    An error that leaves the block ends the process (``launcher/cluster/exit.py``) without leaving the group first: with
+    NCCL that would wait for kernels that wait for this rank.
     """
-    # Ranks of a test have a group already.
+    # Ranks in a test already have a group.
     starts = environment_rank()[1] > 1 and not dist.is_initialized()
     if starts:
         start_process_group(timeout_seconds=timeout_seconds, device=device, traces=traces)
@@ -120,15 +120,14 @@ def process_group(*, timeout_seconds: float, device: torch.device, traces: Path 
 
 
 def _threads_per_process() -> int:
-    """Return the machine's cores divided by its ranks."""
     return max(1, (os.cpu_count() or 1) // (ranks_of_machine() or 1))
 
 
 def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return the store: rank 0 hosts it and returns at once; the others return when they reach it.
+    """Connect to the rendezvous store, which rank 0 hosts; rank 0 returns immediately, the others once connected.
 
-    Raise OSError if that takes longer than ``timeout`` (twice that if another program listens and does not answer), or
-    if rank 0 cannot have the port.
+    Raise OSError if that takes longer than ``timeout`` (twice as long if another program listens without answering), or
+    if rank 0 cannot bind the port.
     """
     host, port = meeting_host(), int(os.environ["MASTER_PORT"])
     if rank != 0:
@@ -136,10 +135,10 @@ def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     is_master = rank == 0 and not is_agents_store()
 
     def build() -> dist.TCPStore:
-        # No wait for all ranks: it would end by a time-out that does not name the missing ones.
+        # Do not wait for all ranks here: the store's timeout error would not name the missing ones.
         options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
         if is_master:
-            # By default the store listens on every interface; anyone who reaches it may write into it.
+            # By default the store listens on every interface, and any host that reaches it could write into it.
             options["master_listen_fd"] = listen(host, port).detach()
         return dist.TCPStore(host, port, world_size, is_master=is_master, timeout=timeout, **options)
 
@@ -147,7 +146,7 @@ def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         store = build()
     else:
         store = _within(build, timeout.total_seconds())
-    # Under torchrun's store the keys of a start that failed are still there.
+    # torchrun's store outlives a failed start and still has its keys.
     prefix = "longctx"
     if is_agents_store():
         prefix = f"longctx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -155,8 +154,8 @@ def meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _within(build: Callable[[], dist.TCPStore], seconds: float) -> dist.TCPStore:
-    """Return the store that ``build`` returns. Raise OSError if it takes longer than so many seconds."""
-    # torch waits without a limit for the listener's first answer, and the listener may be another program.
+    """Return the store from ``build``. Raise OSError if it takes longer than ``seconds``."""
+    # torch waits without a limit for the first reply, and the listener may be another program.
     found: list[dist.TCPStore | BaseException] = []
 
     def act() -> None:
@@ -166,7 +165,7 @@ def _within(build: Callable[[], dist.TCPStore], seconds: float) -> dist.TCPStore
         except BaseException as error:
             found.append(error)
 
-    # A thread that is stuck does not keep the process: it ends by ``os._exit``.
+    # A stuck thread does not keep the process alive: it exits by ``os._exit``.
     thread = threading.Thread(target=act, name="meeting", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -178,8 +177,8 @@ def _within(build: Callable[[], dist.TCPStore], seconds: float) -> dist.TCPStore
 
 
 def _reach(host: str, port: int, seconds: float) -> None:
-    """Return once something listens there. Raise OSError if nothing does within so many seconds."""
-    # Before torch looks for it: torch's error is half a screen of C++.
+    """Return once a program listens at the address. Raise OSError after ``seconds``."""
+    # Probe before torch does: torch's error is half a screen of C++.
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -1,7 +1,7 @@
-"""Agreement of all ranks of a run: on exceptions, values, objects.
+"""Coordination over all ranks in a run: errors, values, objects.
 
-Unlike within a training step, a rank may be hours late here, while it hashes, converts, saves or evaluates; one
-that dies ends the wait at once. A process without a group is the only rank.
+Unlike in a training step, a rank may be hours late here, while it hashes, converts, saves or evaluates; if it dies, the
+wait ends at once. A process without a process group counts as the only rank.
 """
 
 from __future__ import annotations
@@ -23,35 +23,36 @@ T = TypeVar("T")
 
 
 def own_rank() -> int:
-    """Return this rank's number; 0 if there is no group."""
+    """Return this process's rank; 0 without a process group."""
     if not dist.is_initialized():
         return 0
     return dist.get_rank()
 
 
 def num_ranks() -> int:
-    """Return the number of ranks; 1 if there is no group."""
+    """Return the world size; 1 without a process group."""
     if not dist.is_initialized():
         return 1
     return dist.get_world_size()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum over all ranks, in place, with the time-out of a step. Collective."""
+    """Sum over all ranks, in place, with the step timeout. Collective."""
     if num_ranks() > 1:
         named_collective(lambda: dist.all_reduce(values), "adding up over all ranks")
     return values
 
 
 def agree_or_raise(problem: LongCtxError | None) -> None:
-    """Raise on every rank if any rank met a problem: its own if it has one, else that of the first. Collective.
+    """Raise on every rank if any rank has a problem: its own error, or the first failed rank's. Collective.
 
-    A failure of one rank then ends all of them, instead of leaving the others waiting in a collective.
+    One rank's failure then ends all ranks, instead of leaving the others blocked in a collective.
     """
     own: tuple[str, str] | None = None
     if problem is not None:
         own = (type(problem).__name__, str(problem))
-    # Name and text, not the exception: unpickling one calls its constructor, which may want other arguments.
+    # Send name and text instead of the exception: unpickling would call its constructor, which may take other
+    # arguments.
     reports = gather_objects(own)
     if problem is not None:
         raise problem
@@ -62,7 +63,7 @@ def agree_or_raise(problem: LongCtxError | None) -> None:
 
 
 def on_every_rank(action: Callable[[], T]) -> T:
-    """Return the result of ``action`` once all ranks succeeded; raise its LongCtxError on all if it failed on any."""
+    """Return the result of ``action`` once all ranks succeeded; if any rank failed, raise its LongCtxError on all."""
     problem, result = None, None
     try:
         result = action()
@@ -73,7 +74,7 @@ def on_every_rank(action: Callable[[], T]) -> T:
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
-    """Return on every rank the result of ``action`` on rank 0, or raise its LongCtxError; no time limit. Collective."""
+    """Return rank 0's result of ``action`` on every rank, or raise its LongCtxError; no time limit. Collective."""
     if not dist.is_initialized():
         return action()
     problem, result = None, None
@@ -94,7 +95,7 @@ def meet_patiently() -> None:
 
 
 def any_rank(value: bool) -> bool:
-    """Return whether ``value`` is true on any rank; ranks may be hours late. Collective."""
+    """Return True if ``value`` is true on any rank; ranks may be hours late. Collective."""
     if not dist.is_initialized():
         return value
     found = torch.tensor([int(value)])
@@ -114,7 +115,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def least_of_ranks(numbers: Sequence[int]) -> list[int]:
-    """Return the least of each number over all ranks, on every rank; faster than ``gather_objects``. Collective.
+    """Return the elementwise minimum over all ranks, on every rank; faster than ``gather_objects``. Collective.
 
     Ranks may be hours late, such as rank 0 while it commits the last checkpoint to a slow disk.
     """
@@ -138,7 +139,7 @@ def gather_on_rank_0(value: Any) -> list[Any]:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return rank 0's value, on every rank; rank 0 may be hours late. Collective."""
+    """Return rank 0's value on every rank; rank 0 may be hours late. Collective."""
     if not dist.is_initialized():
         return value
     holder = [value]

@@ -1,11 +1,11 @@
-"""Experts distributed over ranks: tokens are sent to them, and results back, in one all-to-all each.
+"""Expert parallelism: tokens are sent to their experts' ranks and results back, in one all-to-all each.
 
-A token is sent once to each rank that has any of its experts, with the ids and gates that this rank is to use, and
-comes back as one sum: no less can be sent. How many tokens are sent depends on the routing, so ranks first exchange
-these counts, for all tiles of a layer in one exchange.
+A token is sent once to each rank with any of its experts, together with the ids and gates for that rank, and returns as
+one sum: the minimum traffic. Message sizes depend on the routing, so ranks first exchange token counts, once for all
+tiles in a layer.
 
-Axes: N tokens of this rank, n of one tile, U tokens of a tile that this rank sends (a token once for each rank, by
-rank), S tokens that it receives, R assignments, k experts a token, p ranks that share the experts, t tiles.
+Axes: N tokens on this rank, n in one tile, U tokens in a tile that this rank sends (once per receiving rank, ordered by
+rank), S tokens that it receives, R assignments, k experts per token, p ranks that share the experts, t tiles.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from parallel.runtime.spans import DOING
 T = TypeVar("T")
 
 _IDS = torch.int16
-"""The dtype in which ids of a rank's experts are sent."""
+"""Dtype for local expert ids in messages."""
 _DOING = {
     Kind.TOKENS: "sending tokens to experts",
     Kind.CHOICES: "sending choices to experts",
     Kind.EXPERT_SUMS: "returning what experts made of tokens",
 }
-"""What a rank does that waits for such messages."""
+"""Operation named while a rank waits for these messages."""
 
 
 class ReplicatedExperts(TokenDispatcher):
@@ -47,12 +47,12 @@ class ReplicatedExperts(TokenDispatcher):
         self.mesh = mesh
 
     def gather(self, values_NX: Tensor) -> Tensor:
-        """Gather these values of all ranks of the sequence, [P, …], by context rank; equally many on each."""
+        """Gather values from all ranks in the sequence, [P, …], by context rank; equally many on each."""
         return _gather_over_context(self.mesh, values_NX)
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """Dispatcher over the mesh's expert group: each rank holds equally many consecutive experts of a layer."""
+    """Dispatcher over the mesh's expert group: each rank holds equally many consecutive experts per layer."""
 
     is_distributed = True
 
@@ -68,19 +68,21 @@ class AllToAllDispatcher(TokenDispatcher):
         self.local_experts = slice(first, first + self.experts_per_rank)
 
     def plan(self, experts_Nk: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
-        """Agree on the amounts to send: one exchange among the ranks, and one wait for the device, for all tiles."""
-        # Buffers need sizes on the CPU. Asking for them tile by tile would stop the device once per tile.
+        """Exchange the amounts to send, with one all-to-all and one device synchronization for all tiles."""
+        # Buffers need sizes on the CPU. Reading them tile by tile would synchronize with the device once per tile.
         counts_tp2 = torch.stack([self._counts(experts_Nk[tile]) for tile in tiles])
         send_pt2 = counts_tp2.transpose(0, 1).contiguous()
         recv_pt2 = self.mesh.comm.all_to_all(
             send_pt2, self._group, doing="telling how many tokens it sends to experts", kind=Kind.COUNTS
         )
         sizes = self.read_sizes(torch.stack((send_pt2, recv_pt2)).transpose(1, 2), tiles)
-        # Backward uses these sizes too, and does not know their layer.
+        # Backward reuses these sizes without knowing the layer, so store it.
         return [of_tile._replace(layer=DOING.layer) for of_tile in sizes]
 
     def read_sizes(self, counts_2tp2: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
-        """Return each tile's sizes from [sent or received, tile, rank, tokens or assignments]. Waits for the device."""
+        """Return each tile's sizes from [sent or received, tile, rank, tokens or assignments]. Synchronizes with the
+        device.
+        """
         send, recv = counts_2tp2.tolist()
         return [
             DispatchSizes(
@@ -92,21 +94,21 @@ class AllToAllDispatcher(TokenDispatcher):
         ]
 
     def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
-        """Return the handle of one tile: the tokens that are sent to each rank."""
+        """Return one tile's handle: the tokens to send to each rank."""
         is_sent_pn = self._is_sent(experts_nk)
-        # nonzero by rank, then by token; its size is known, so the device is not asked to count.
+        # nonzero orders by rank, then token. Its size is known, so nonzero_static avoids a device synchronization.
         sent_U = torch.nonzero_static(is_sent_pn.flatten(), size=sum(sizes.send_counts)).squeeze(-1)
         num_tokens = max(1, len(experts_nk))
         return _Handle(self, experts_nk, sizes, rank_U=sent_U // num_tokens, token_U=sent_U % num_tokens)
 
     def of_replicated(self) -> TokenDispatcher:
-        """Return a dispatcher that sends no token: each rank computes the part of its own experts."""
+        """Return a dispatcher that sends no tokens: each rank computes its own experts' part."""
         if self.mesh.expert == 1:
             return self
         return ReplicatedTokens(self.mesh, self.experts_per_rank, self.local_experts)
 
     def gather(self, values_NX: Tensor) -> Tensor:
-        """Gather these values of all ranks of the sequence, [P, …], by context rank; equally many on each."""
+        """Gather values from all ranks in the sequence, [P, …], by context rank; equally many on each."""
         return _gather_over_context(self.mesh, values_NX)
 
     @property
@@ -115,14 +117,14 @@ class AllToAllDispatcher(TokenDispatcher):
         return self.mesh.expert_group
 
     def _is_sent(self, experts_nk: Tensor) -> Tensor:
-        """Return a mask of the tokens sent to each rank, [p, n]: those with any of their experts there."""
+        """Return a mask of the tokens to send to each rank, [p, n]: those with at least one expert there."""
         rank_nk = experts_nk.div(self.experts_per_rank, rounding_mode="floor")
         is_sent = rank_nk.new_zeros(self.mesh.expert + 1, len(rank_nk), dtype=torch.bool)
-        # An id of −1 (no expert) is on rank −1, which the remainder maps to one extra rank that is cut off.
+        # Id −1 (no expert) yields rank −1, which the remainder maps to an extra rank that is sliced off.
         return is_sent.scatter_(0, rank_nk.T % (self.mesh.expert + 1), True)[:-1]
 
     def _counts(self, experts_nk: Tensor) -> Tensor:
-        """Count for each rank the tokens that it is sent, and their assignments to its experts, [p, 2]."""
+        """Count, per rank, the tokens to send and their assignments to its experts, [p, 2]."""
         p = self.mesh.expert
         rank_R = experts_nk.div(self.experts_per_rank, rounding_mode="floor").flatten() % (p + 1)
         assignments = rank_R.new_zeros(p + 1).scatter_add_(0, rank_R, torch.ones_like(rank_R))
@@ -131,7 +133,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def exchange(
         self, outgoing_UX: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], kind: Kind, layer: int
     ) -> PendingExchange:
-        """Start to send tokens of a layer to the ranks of the group and to receive theirs."""
+        """Start the all-to-all that sends a layer's tokens to the group's ranks and receives theirs."""
         # As bytes, so that any dtype can be sent.
         return self.mesh.comm.start_all_to_all(
             rows_as_bytes(outgoing_UX),
@@ -144,7 +146,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
 
 class _Handle(DispatchHandle):
-    """Handle of one tile's tokens among the ranks of an expert group."""
+    """One tile's tokens during dispatch and combine over an expert group."""
 
     def __init__(
         self, dispatcher: AllToAllDispatcher, experts_nk: Tensor, sizes: DispatchSizes, rank_U: Tensor, token_U: Tensor
@@ -159,11 +161,11 @@ class _Handle(DispatchHandle):
     def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         experts_per_rank = self.dispatcher.experts_per_rank
         gates_Uk = gates_nk.index_select(0, self.token_U)
-        # Ids among the receiver's own experts; a token's other experts are on other ranks, and become −1.
+        # Ids relative to the receiver's experts; a token's experts on other ranks become −1.
         ids_Uk = self.experts_nk.index_select(0, self.token_U) - self.rank_U[:, None] * experts_per_rank
         is_there = (ids_Uk >= 0) & (ids_Uk < experts_per_rank)
         ids_Uk = ids_Uk.where(is_there, -1).to(_IDS)
-        # Concatenated as bytes: one message instead of two.
+        # Concatenate as bytes: one message instead of two.
         both = torch.cat((rows_as_bytes(gates_Uk), rows_as_bytes(ids_Uk)), dim=1)
         gates_bytes, dtype = both.shape[1] - _IDS.itemsize * ids_Uk.shape[1], gates_nk.dtype
         return Arriving(self._send_out(both, Kind.CHOICES), lambda arrived: _gates_and_ids(arrived, gates_bytes, dtype))
@@ -185,32 +187,32 @@ class _Handle(DispatchHandle):
 
 @dataclass
 class Arriving(Generic[T]):
-    """Messages under way, and the function that is applied to them when they arrive."""
+    """Messages in flight, and the function that converts them once received."""
 
     messages: PendingExchange
     finish: Callable[[Tensor], T]
 
     def wait(self) -> T:
-        """Wait for the messages and return the result. Raise ClusterError if a rank is gone or too late."""
+        """Wait for the messages and return the result. Raise ClusterError if a rank died or timed out."""
         (arrived,) = self.messages.wait()
         return self.finish(arrived)
 
 
 def _gates_and_ids(both: Tensor, gates_bytes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return gates, and ids among the experts here, from rows that hold both as bytes."""
+    """Split rows that hold both as bytes into gates and local expert ids."""
     gates, ids = both.split((gates_bytes, both.shape[1] - gates_bytes), dim=1)
-    # Copied, since "contiguous" leaves the strides of an empty part as they are.
+    # Clone: ``contiguous`` keeps the strides of an empty part unchanged.
     gates, ids = (part.clone(memory_format=torch.contiguous_format) for part in (gates, ids))
     return gates.view(dtype), ids.view(_IDS)
 
 
 def sum_over_ranks(results_UX: Tensor, token_U: Tensor, send_counts: Sequence[int], choices: torch.Size) -> Tensor:
-    """Sum the ranks' results for each token, one after another, always in the order of the ranks.
+    """Sum each token's results over ranks, one after another, always in rank order.
 
-    ``choices`` has the number of tokens, and of experts per token.
+    ``choices`` is (number of tokens, experts per token).
     """
     num_tokens, experts_per_token = choices
-    # A token has results of at most as many ranks as it has experts.
+    # A token has results from at most as many ranks as it has experts: loop over the smaller count.
     if experts_per_token < len(send_counts):
         return sum_by_turn(results_UX, token_U, num_tokens, experts_per_token)
     return sum_by_rank(results_UX, token_U, num_tokens, send_counts)
@@ -220,23 +222,23 @@ def sum_by_rank(results_UX: Tensor, token_U: Tensor, num_tokens: int, send_count
     """Add each token's results rank by rank, [n, X] in the accumulation dtype; one call per rank."""
     sums = results_UX.new_zeros((num_tokens, *results_UX.shape[1:]), dtype=accumulate_dtype(results_UX.dtype))
     for token, results in zip(token_U.split(send_counts), results_UX.split(send_counts), strict=True):
-        # One rank returns every token once, so a call adds to a token only once: the order is that of the ranks.
+        # A rank returns each token once, so one call adds at most once per token: additions run in rank order.
         sums.index_add_(0, token, results.to(sums.dtype))
     return sums
 
 
 def sum_by_turn(results_UX: Tensor, token_U: Tensor, num_tokens: int, most: int) -> Tensor:
-    """Compute ``sum_by_rank``, to the bit, by a call for all tokens' first results, one for the second, up to ``most``.
+    """Compute ``sum_by_rank`` bitwise, with one call for all tokens' first results, one for the second, up to ``most``.
 
-    With many ranks, one call per rank would be many calls, most of them for few tokens.
+    With many ranks, one call per rank would be many calls, most with few tokens.
     """
     num_results = len(token_U)
-    # Sorted by token, and within one by rank: a result's turn is its place less that of its token's first result.
+    # Sorted by token, then rank: a result's turn is its position minus the position of its token's first result.
     token_sorted_U, order_U = torch.sort(token_U, stable=True)
     firsts_n = torch.searchsorted(token_sorted_U, torch.arange(num_tokens, device=token_U.device))
     places_U = torch.arange(num_results, device=token_U.device)
     turn_U = places_U - firsts_n[token_sorted_U]
-    # A token without a result in some turn takes the row of zeros after the last result: no size depends on routing.
+    # A token without a result in a turn reads the zero row after the last result, so no size depends on the routing.
     result_mn = token_U.new_full((most, num_tokens), num_results)
     result_mn[turn_U, token_sorted_U] = order_U
     padded_UX = torch.cat((results_UX, results_UX.new_zeros(1, *results_UX.shape[1:])))

@@ -1,6 +1,6 @@
-"""Experts distributed over ranks that all have the same tokens: each computes its own experts' part, once.
+"""Experts distributed over ranks that hold the same tokens: each rank computes its own experts' part once.
 
-Axes: N tokens, n of one tile, k experts a token, M model width.
+Axes: N tokens, n in one tile, k experts per token, M model width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parallel.mesh import Mesh
 
 
 class ReplicatedTokens(TokenDispatcher):
-    """Dispatcher of tokens that all ranks have: their experts' results are gathered and added in rank order."""
+    """Dispatcher for tokens that all ranks have: expert results are gathered and added in rank order."""
 
     is_distributed = True
 
@@ -31,25 +31,25 @@ class ReplicatedTokens(TokenDispatcher):
         self.mesh, self.experts_per_rank, self.local_experts = mesh, experts_per_rank, local_experts
 
     def handle(self, experts_nk: Tensor, sizes: DispatchSizes) -> DispatchHandle:
-        """Return the handle of one tile."""
+        """Return one tile's handle."""
         return _Handle(self, experts_nk)
 
 
 class _Handle(DispatchHandle):
-    """Handle of one tile's tokens, which are the same on every rank."""
+    """One tile's tokens, which are the same on every rank."""
 
     def __init__(self, dispatcher: ReplicatedTokens, experts_nk: Tensor) -> None:
         super().__init__(experts_nk)
         self.dispatcher = dispatcher
 
     def dispatch_routing(self, gates_nk: Tensor) -> Pending[tuple[Tensor, Tensor]]:
-        """Return gates, and ids among this rank's experts, −1 for those of others."""
+        """Return gates, and ids among this rank's experts; −1 for remote experts."""
         ids_nk = self.experts_nk - self.dispatcher.local_experts.start
         is_here = (ids_nk >= 0) & (ids_nk < self.dispatcher.experts_per_rank)
         return Ready((gates_nk, ids_nk.where(is_here, -1)))
 
     def combine(self, of_tokens_SX: Tensor, communication_dtype: torch.dtype) -> Pending[Tensor]:
-        """Return the sum over ranks, in their order."""
+        """Return the sum over ranks, in rank order."""
         mesh = self.dispatcher.mesh
         assert mesh.expert_group is not None
         gathered = mesh.comm.all_gather(
@@ -58,7 +58,7 @@ class _Handle(DispatchHandle):
             doing="gathering what experts made of tokens that all ranks have",
             kind=Kind.REPLICATED_SUMS,
         )
-        # A loop instead of sum(0): the same bits on every rank and in every run.
+        # A loop instead of sum(0): bitwise equal on every rank and in every run.
         total = gathered[0].to(accumulate_dtype(gathered.dtype))
         for part in gathered[1:]:
             total = total + part

@@ -1,17 +1,19 @@
-"""Default number of tokens that are dispatched to experts at a time."""
+"""Default tile size for expert dispatch."""
 
 from __future__ import annotations
 
 _TILE_TOKENS = 4096
-"""Of these each of eight ranks gets enough for full products (two thousand rows an expert of 128 with 8 a token)."""
+"""With this many tokens, each of eight ranks gets enough for efficient matmuls (2,000 rows per expert for 128 experts,
+8 per token)."""
 
 
 def default_tile_tokens(device_type: str, degree: int) -> int:
-    """Return ``parallel.expert_tile_tokens`` for "auto" and experts over ``degree`` ranks; 0 is all tokens at once.
+    """Return ``parallel.expert_tile_tokens`` for "auto" and ``degree`` expert ranks; 0 means all tokens at once.
 
-    One tile leaves the all-to-all exposed. On a CPU messages and products share the cores, and larger products win.
+    A single tile leaves the all-to-all exposed. On a CPU, communication and matmuls share the cores, and larger matmuls
+    win.
     """
-    # If all experts are on this rank, there is no message to wait for.
+    # With all experts on this rank, there is no communication to overlap.
     if device_type == "cuda" and degree > 1:
         return _TILE_TOKENS
     return 0

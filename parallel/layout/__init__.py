@@ -1,4 +1,4 @@
-"""Placement of tokens on ranks. Pure: index arithmetic, without tensors of its own and without processes."""
+"""Placement of tokens on ranks: pure index arithmetic, without tensors or processes."""
 
 from parallel.layout.sequence import SequenceLayout
 

@@ -1,27 +1,24 @@
-"""Assignment of packed documents to ring ranks: equal tokens, even attention, few rows to send, few runs.
+"""Assignment of packed documents to ring ranks: equal token counts, even attention work, few rows to send, few runs.
 
-From a document, a ring rank receives the tokens before its own last one, except its own. All ranks together own all
-tokens, so the number of rows sent is Σ prefix − tokens, over every (rank, document), with prefix the number of the
-document's tokens up to the rank's last one. A document on one rank therefore costs nothing, and a cut at token x of a
-document costs x rows, whichever rank takes the head. Even work needs the opposite: the last tokens of a long document
-must be spread. If attention is bidirectional, a rank receives all of a document but its own part: every cut costs the
-full document.
+Communication. A ring rank receives a document's tokens up to its own last one, except its own. All ranks together own
+all tokens, so they receive Σ prefix − tokens rows, summed over (rank, document), with prefix = the document's tokens up
+to the rank's last one. Hence a document on one rank costs 0 rows, and a cut at document token x costs x rows, whichever
+rank takes the head. Even work demands the opposite: the last tokens in a long document must be spread. In bidirectional
+attention a rank receives the full document except its own part: every cut costs the document's length.
 
-The tokens are cut into chunks of one size, equally many for each rank, and assigned in two steps:
+Search. The tokens are cut into equal chunks, equally many per rank, and assigned in two steps:
 
-1. Start (``_assign_windows``). The remaining chunks form a ring; each rank in turn takes the window of neighbours
-   whose work is nearest to the mean. Windows that slide once around have the mean's work on average, so one is close.
-2. Improve (``_improve``). Rounds of pairs: the chunks of two ranks are put in a candidate order, document after
-   document, which closes to a ring, and each rank takes one half of it. The cost of a half is its excess work, and
-   only the rows that its two cuts add. All halves of several candidate orders are tried for all pairs of a round at
-   once.
+1. Start (``_assign_windows``). The unassigned chunks form a ring; each rank in turn takes the window of neighbours
+   whose work is nearest to the mean. Over a full circle the windows average the mean, so one is close.
+2. Improve (``_improve``). Rounds of rank pairs, as in a tournament: a pair's chunks are put in a candidate order, which
+   keeps documents together and closes to a ring, and each rank takes one half. A half costs its excess work plus the
+   rows that its two cuts add. All halves in several candidate orders are evaluated for all pairs in a round at once.
 
-The search pays: the same chunks from a heap, each to the rank with the least work, send 3.2 to 3.9 times its rows over
-2 to 16 ranks; a heap that allows the same imbalance and prefers ranks that have the rows, 1.3 to 1.6 times, and is less
-even (``benchmarks/layouts.py``, docs/decisions/2026-11-balanced-rows.md).
+A heap that assigns each of the same chunks to the rank with the least work sends 3.2 to 3.9 times as many rows over 2
+to 16 ranks. A heap that allows the same imbalance and prefers ranks that already have the rows sends 1.3 to 1.6 times
+as many, and its work is less even (``benchmarks/layouts.py``, docs/decisions/2026-11-balanced-rows.md).
 
-Everything is integer arithmetic, with a fixed hash in place of a random generator, so that all ranks find the same
-layout.
+All arithmetic is on integers, with a fixed hash instead of a random generator, so all ranks compute the same layout.
 """
 
 from __future__ import annotations
@@ -37,36 +34,36 @@ from longctx.mixing import GOLDEN, mix64_array
 from parallel.layout.zigzag import Pieces, head_and_tail
 
 GRAIN = 128
-"""Runs are multiples of this many tokens: a tile of the attention kernels."""
+"""Runs are multiples of this many tokens: one attention-kernel tile."""
 
 MAX_CHUNKS = 64
-"""Chunks of a rank; more tokens make larger chunks."""
+"""Chunks per rank; more tokens make larger chunks."""
 
 TOLERANCE = 25
 """A rank should have at most 1/25 more work than the mean."""
 
 TOLERANCE_LONG = 100
-"""The same where no document fits on a rank whole: there is little to save by uneven work."""
+"""The same if no document fits on one rank: uneven work would then save few rows."""
 
 SOFT_RATE, HARD_RATE = 4, 512
-"""Price of as much work again as the mean, in rows, as a multiple of a rank's tokens.
+"""Price for excess work equal to the mean, in rows, as a multiple of a rank's tokens.
 
-Work beyond the mean pays the soft rate; work beyond the tolerance pays the hard rate too.
+Work above the mean pays the soft rate; work above the tolerance additionally pays the hard rate.
 """
 
 ROUNDS, ORDERS_PER_ROUND, NUM_ORDERS = 36, 8, 49
-"""Rounds of pairs, candidate orders tried in each, and candidate orders in all."""
+"""Rounds of rank pairs, candidate orders per round, and candidate orders in total."""
 
 
 def assign(num_tokens: int, degree: int, cu_seqlens: Sequence[int], *, causal: bool = True) -> list[Pieces]:
-    """Return the pieces of ``num_tokens`` for each of ``degree`` ring ranks; every rank gets equally many tokens.
+    """Assign pieces of ``num_tokens`` to each of ``degree`` ring ranks; every rank gets equally many tokens.
 
-    Pieces begin and end at multiples of a grain: 128 tokens if a rank's tokens are a multiple of 128, else their
-    largest divisor from 65 to 127. If there is none (as for a prime), pieces are multiples of 128 long except one short
-    piece of each rank; these pieces come first in the sequence. Below 1024 tokens per rank the same holds with an
-    eighth of them instead of 128. A single document is assigned head and tail if half of a rank's tokens is a multiple
-    of 128, or if they are no multiple of 128 anyway; it is assigned in equal parts if attention is not ``causal``.
-    ``cu_seqlens`` ascends from 0 to ``num_tokens``.
+    Pieces start and end at multiples of a grain: 128 tokens if that divides a rank's token count, otherwise its largest
+    divisor from 65 to 127. If there is no such divisor (e.g. for a prime), pieces are multiples of 128 except one short
+    piece per rank; the short pieces come first in the sequence. Below 1024 tokens per rank, an eighth of that count
+    replaces 128. A single document is assigned head and tail if half a rank's tokens is a multiple of 128, or if the
+    token count is not a multiple anyway; in equal parts if attention is not ``causal``. ``cu_seqlens`` ascends from 0
+    to ``num_tokens``.
     """
     if degree == 1:
         return [[(0, num_tokens)]]
@@ -86,35 +83,37 @@ def assign(num_tokens: int, degree: int, cu_seqlens: Sequence[int], *, causal: b
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks to assign: arrays over chunks of equal size, equally many for each rank, in ascending order."""
+    """Chunks to assign: arrays over equally sized chunks, equally many per rank, in ascending order."""
 
     degree: int
     size: int
-    """Tokens of a chunk."""
+    """Tokens per chunk."""
     start: ndarray
-    """First token; chunk 0 begins behind the remainders, where there are any."""
+    """First token; chunk 0 starts after the remainders, if there are any."""
     document: ndarray
-    """The document of the first token, which the whole chunk counts as; others in it are shorter than the chunk."""
+    """Document at the first token, to which the chunk is attributed; any other document in it is shorter than the
+    chunk."""
     work: ndarray
-    """Keys that its queries see, over all documents in it."""
+    """Keys that the chunk's queries see, over all documents in it."""
     prefix: ndarray
-    """Tokens of the document up to the last one in the chunk; all of them if attention is of both sides."""
+    """Document tokens up to the chunk's last one; all its tokens if attention is bidirectional."""
     head: ndarray
-    """Tokens of the document in the chunk before (or all), where that one counts as another document's."""
+    """Document tokens in earlier chunks (or all its tokens) if the previous chunk is attributed to another document."""
     remainder_work: ndarray
-    """Work of each rank's remainder, the short piece that is no whole chunk."""
+    """Work in each rank's remainder, the short piece that does not fill a chunk."""
 
     @property
     def per_rank(self) -> int:
-        """Number of chunks of a rank."""
+        """Number of chunks per rank."""
         return len(self.start) // self.degree
 
 
 def _grain(tokens_per_rank: int) -> int:
-    """Return the number of tokens that pieces are multiples of."""
+    """Return the piece granularity in tokens."""
     aim = GRAIN
     if tokens_per_rank < 8 * GRAIN and tokens_per_rank % GRAIN:
         aim = max(1, tokens_per_rank // 8)
+    # Accept divisors down to half the aim; without one, keep full grains and one short piece per rank.
     for grain in range(aim, aim // 2, -1):
         if tokens_per_rank % grain == 0:
             return grain
@@ -122,23 +121,24 @@ def _grain(tokens_per_rank: int) -> int:
 
 
 def whole_grains(tokens_per_rank: int) -> bool:
-    """Return whether a ring rank's tokens are full grains, without a short piece."""
+    """Return True if a ring rank's tokens are full grains, without a short piece."""
     return tokens_per_rank % _grain(tokens_per_rank) == 0
 
 
 def cut_chunks(num_tokens: int, degree: int, bounds: ndarray, *, causal: bool = True) -> Chunks:
-    """Cut the tokens into chunks; ``bounds`` are those of the documents, without empty ones."""
+    """Cut the tokens into chunks; ``bounds`` are the document boundaries, without empty documents."""
     tokens_per_rank = num_tokens // degree
     grain = _grain(tokens_per_rank)
     size = grain * -(-tokens_per_rank // (grain * MAX_CHUNKS))
-    # The tokens of a rank that do not fill a chunk are one short piece; those of all ranks come first in the sequence.
+    # Tokens that do not fill a chunk form one short piece per rank; all short pieces come first in the sequence.
     remainder = tokens_per_rank % size
     num_remainders = 0
     if remainder:
         num_remainders = degree
     starts = np.arange(remainder * degree, num_tokens, size)
     edges = np.concatenate([np.arange(num_remainders) * remainder, starts, [num_tokens]])
-    # Work between every two neighbouring cuts, then summed up to the edges.
+    # Count (query, key) pairs between every two neighbouring cuts, then sum them up to the chunk edges. A causal query
+    # at document position p sees p + 1 keys, so positions [a, b) see (b(b + 1) − a(a + 1)) / 2.
     cuts = np.union1d(edges, bounds)
     begins = bounds[np.searchsorted(bounds, cuts[:-1], side="right") - 1]
     first, stop = cuts[:-1] - begins, cuts[1:] - begins
@@ -148,7 +148,8 @@ def cut_chunks(num_tokens: int, degree: int, bounds: ndarray, *, causal: bool = 
         pairs = (stop - first) * lengths[np.searchsorted(bounds, begins)]
     work = np.diff(np.append(0, np.cumsum(pairs))[np.searchsorted(cuts, edges)])
     document = np.searchsorted(bounds, starts, side="right") - 1
-    # Cost of a cut there in rows: the document up to it, or all of it if queries see both sides.
+    # Rows that a cut costs at the chunk's end and at its start: the document up to the cut, or all of it if
+    # bidirectional.
     prefix, head = np.minimum(starts + size, bounds[document + 1]) - bounds[document], starts - bounds[document]
     if not causal:
         prefix, head = lengths[document], np.where(head, lengths[document], 0)
@@ -169,20 +170,20 @@ def cut_chunks(num_tokens: int, degree: int, bounds: ndarray, *, causal: bool = 
 
 
 def _assign_windows(chunks: Chunks) -> ndarray:
-    """Return the rank of every chunk: each rank in turn takes the window of the remaining ring with the mean's work."""
+    """Return each chunk's rank: in turn, ranks take the window of the remaining ring nearest to the mean work."""
     owner = np.empty(len(chunks.start), dtype=np.int64)
     ring, per_rank = np.arange(len(owner)), chunks.per_rank
     for rank in range(chunks.degree):
-        # Sums of all windows at once: differences of running sums, over the ring and once more its beginning.
+        # All window sums at once, as differences between prefix sums over the ring extended by its first window.
         work = chunks.work[ring]
         summed = np.append(0, np.cumsum(np.append(work, work[:per_rank])))
         window = summed[per_rank : per_rank + len(ring)] - summed[: len(ring)]
-        # The mean of the remaining work, not of all: the ranks after this one share its error.
+        # Aim at the mean of the remaining work, not of all work: later ranks then share this rank's error.
         remaining = int(work.sum() + chunks.remainder_work[rank:].sum())
         target = remaining // (chunks.degree - rank) - int(chunks.remainder_work[rank])
         first = int(np.argmin(np.abs(window - target)))
         beyond = first + per_rank - len(ring)
-        # Cut out in place: the ring stays in the order of the sequence without a sort for every rank.
+        # Cut out in place: the ring stays in sequence order without a sort per rank.
         if beyond <= 0:
             owner[ring[first : first + per_rank]] = rank
             ring = np.concatenate([ring[:first], ring[first + per_rank :]])
@@ -193,22 +194,22 @@ def _assign_windows(chunks: Chunks) -> ndarray:
 
 
 class _Orders(NamedTuple):
-    """Candidate orders of all chunks, each with the chunks of a document together."""
+    """Candidate orders over all chunks; each keeps a document's chunks together."""
 
     chunks: ndarray
-    """[order, slot]: which chunk stands there."""
+    """Chunk at [order, slot]."""
     backward: ndarray
-    """[order, slot]: whether its document runs from tail to head."""
+    """True at [order, slot] if the slot's document runs from tail to head."""
 
 
 def _candidate_orders(chunks: Chunks) -> _Orders:
-    """Return the sequence itself, then ``NUM_ORDERS − 1`` shuffles of its documents."""
+    """Return the sequence order, then ``NUM_ORDERS − 1`` shuffles of its documents."""
     slots = np.arange(len(chunks.start))
     num_documents = int(chunks.document[-1]) + 1
-    # The first outputs of the generator that starts at 0.
+    # SplitMix64 outputs from state 0: the same candidates on every rank and in every run.
     state = np.arange(NUM_ORDERS * num_documents, dtype=np.uint64) * np.uint64(GOLDEN)
     hashes = mix64_array(state).reshape(NUM_ORDERS, num_documents)
-    # The hashes decide a document's position, and their lowest bit whether it runs backward.
+    # The hash gives a document its position, and the hash's lowest bit its direction.
     rank = np.argsort(np.argsort(hashes, axis=1, kind="stable"), axis=1, kind="stable")
     reversed_documents = (hashes & np.uint64(1)).astype(bool)
     rank[0], reversed_documents[0] = np.arange(num_documents), False
@@ -225,15 +226,18 @@ class _RankPairs(NamedTuple):
     second: ndarray
 
     def of_rank(self, degree: int) -> ndarray:
-        """Return each rank's pair; ``len(first)`` for one that sits out."""
+        """Return each rank's pair index; ``len(first)`` for a rank without a partner."""
         pair = np.full(degree, len(self.first), dtype=np.int16)
         pair[self.first] = pair[self.second] = np.arange(len(self.first))
         return pair
 
 
 def _tournament(degree: int) -> Iterator[_RankPairs]:
-    """Yield a tournament's rounds over and over: in degree − 1 of them (degree, if odd) each rank meets each other."""
-    # The circle method: the last seat stays, the others move on by one in each round.
+    """Yield tournament rounds endlessly: in degree − 1 rounds (degree, if odd) all ranks are paired with each other
+    once.
+    """
+    # Circle method: one seat stays fixed, the others rotate by one per round. For an odd degree the extra seat is a
+    # bye.
     seats = degree + degree % 2
     while True:
         for round_number in range(seats - 1):
@@ -244,19 +248,19 @@ def _tournament(degree: int) -> Iterator[_RankPairs]:
 
 
 class WorkCost(NamedTuple):
-    """Cost of a rank's work in rows."""
+    """Price of a rank's work, in rows."""
 
     mean: int
     limit: int
-    """Work that a rank should have at most."""
+    """Most work that a rank should have."""
     soft: int
-    """Work beyond the mean that costs as much as one row."""
+    """Work above the mean that costs as much as one row."""
     hard: int
-    """Work beyond the limit that costs as much as one more row."""
+    """Work above the limit that costs as much as one additional row."""
 
     @classmethod
     def of(cls, chunks: Chunks) -> WorkCost:
-        """Return the cost for the work of all chunks."""
+        """Build the price from the chunks' total work."""
         mean = int(chunks.work.sum() + chunks.remainder_work.sum()) // chunks.degree
         tokens = chunks.per_rank * chunks.size
         some_document_fits = np.bincount(chunks.document).min() <= chunks.per_rank
@@ -267,16 +271,18 @@ class WorkCost(NamedTuple):
         return cls(mean, mean + mean // tolerance, soft, hard)
 
     def in_rows(self, work: ndarray) -> ndarray:
-        """Return the cost of a rank's work."""
+        """Return the price of the work in rows."""
         return np.maximum(work - self.mean, 0) // self.soft + np.maximum(work - self.limit, 0) // self.hard
 
 
+# Pairwise exchange as local search. Invariants: every rank keeps exactly per_rank chunks (a pair's ring is always cut
+# into two equal halves), and a pair changes only if its cost strictly falls, so no sequence of exchanges can cycle.
 def _improve(chunks: Chunks, owner: ndarray) -> ndarray:
-    """Return the owners after rounds of pairs, in which each pair takes other halves if these cost less."""
+    """Run rounds of pairwise exchange and return the improved owners."""
     work_cost, orders = WorkCost.of(chunks), _candidate_orders(chunks)
     unchanged = 0
     for round_number, pairs in zip(range(ROUNDS), _tournament(chunks.degree), strict=False):
-        # The sequence itself in every round, and other shuffles each time.
+        # Try the sequence order in every round, and different shuffles each time.
         shuffles = 1 + (np.arange(ORDERS_PER_ROUND - 1) + round_number * (ORDERS_PER_ROUND - 1)) % (NUM_ORDERS - 1)
         tried = np.append(0, shuffles)
         tried_orders = _Orders(orders.chunks[tried], orders.backward[tried])
@@ -285,58 +291,59 @@ def _improve(chunks: Chunks, owner: ndarray) -> ndarray:
         if not np.array_equal(reassigned, owner):
             unchanged = 0
         owner = reassigned
-        # By then every two ranks have met twice, with other orders each time.
+        # By then every two ranks were paired twice, with different candidate orders.
         if unchanged > 2 * chunks.degree:
             break
     return owner
 
 
 def _reassign(chunks: Chunks, owner: ndarray, pairs: _RankPairs, orders: _Orders, work_cost: WorkCost) -> ndarray:
-    """Return the owners after every pair has taken the cheapest halves of its candidate orders if these cost less."""
+    """Give each pair its cheapest halves over all candidate orders, if they cost less; return the owners."""
     num_pairs, width, tried = len(pairs.first), 2 * chunks.per_rank, len(orders.chunks)
     pair = pairs.of_rank(chunks.degree)[owner]
-    # Each pair's chunks, in the order in which they stand in a candidate order.
+    # Restrict each candidate order to each pair's chunks: [order, pair, slot].
     slot = np.argsort(pair[orders.chunks], axis=1, kind="stable")[:, : num_pairs * width]
     rings = _Orders(
         np.take_along_axis(orders.chunks, slot, 1).reshape(tried, num_pairs, width),
         np.take_along_axis(orders.backward, slot, 1).reshape(tried, num_pairs, width),
     )
-    # The half with the cheapest cuts for each pair and order; the cost of runs is computed only for this one.
+    # Choose the half with the cheapest cuts per pair and order; run cost is computed only for that one.
     cost = _cost_of_halves(chunks, rings, pairs, work_cost)
     cut = np.argmin(cost, axis=-1)
     in_second_half = (np.arange(width) - cut[..., None]) % width >= chunks.per_rank
-    to_second = np.zeros(orders.chunks.shape, dtype=bool)  # whether a chunk goes to the pair's second rank
+    to_second = np.zeros(orders.chunks.shape, dtype=bool)  # True if a chunk goes to the pair's second rank
     np.put_along_axis(to_second, rings.chunks.reshape(tried, -1), in_second_half.reshape(tried, -1), 1)
     cost = np.take_along_axis(cost, cut[..., None], -1)[..., 0] + _cost_of_runs(chunks, to_second, pair, num_pairs)
 
     is_second = pairs.second[np.minimum(pair, num_pairs - 1)] == owner
     present = _present_cost(chunks, owner, pairs, rings, work_cost)
     present += _cost_of_runs(chunks, is_second[None], pair, num_pairs)[0]
-    # A pair changes only for less, so the search ends, and chunks stay if two choices cost the same.
+    # A pair changes only for a lower cost: so the search terminates, and on ties chunks stay.
     best = np.argmin(cost, axis=0)
-    better = np.append(cost[best, np.arange(num_pairs)] < present, False)  # the last for ranks that sit out
+    better = np.append(cost[best, np.arange(num_pairs)] < present, False)  # the extra entry is for unpaired ranks
     mine = np.minimum(pair, num_pairs - 1)
     taken = np.where(to_second[best[mine], np.arange(len(owner))], pairs.second[mine], pairs.first[mine])
     return np.where(better[pair], taken, owner)
 
 
 def _cost_of_halves(chunks: Chunks, rings: _Orders, pairs: _RankPairs, work_cost: WorkCost) -> ndarray:
-    """Return [order, pair, i]: the cost if the first rank takes the half from slot i on, and the second the rest.
+    """Return cost [order, pair, i] if the first rank takes the half that starts at slot i, and the second rank the
+    rest.
 
-    Only rows that the cuts add count: each cut costs the prefix of the document's head, which is before the cut, or
-    after it if the document runs backward. Two cuts of one document leave both its ends to one rank, and only the
-    deeper cut counts.
+    Only rows added by the cuts count. Each cut costs the prefix of the document's head, which is before the cut, or
+    after it if the document runs backward. Two cuts in one document leave both its ends on one rank, and only the
+    deeper one counts.
     """
     half = chunks.per_rank
     document, work, prefix = chunks.document[rings.chunks], chunks.work[rings.chunks], chunks.prefix[rings.chunks]
     inside = document[..., 1:] == document[..., :-1]
-    rows = np.zeros(prefix.shape, dtype=np.int64)  # that a cut before each slot adds
+    rows = np.zeros(prefix.shape, dtype=np.int64)  # added by a cut before each slot
     rows[..., 1:] = np.where(rings.backward[..., 1:], prefix[..., 1:], prefix[..., :-1]) * inside
     first_cut, second_cut = rows[..., :half], rows[..., half:]
     one_document = (document[..., :half] == document[..., half:]) & (first_cut > 0) & (second_cut > 0)
     cost = np.where(one_document, np.maximum(first_cut, second_cut), first_cut + second_cut)
 
-    # Work of every half at once, as differences of running sums.
+    # All halves' work at once, as differences between prefix sums.
     orders, num_pairs, width = work.shape
     summed = np.zeros((orders, num_pairs, width + 1), dtype=np.int64)
     np.cumsum(work, axis=-1, out=summed[..., 1:])
@@ -347,8 +354,8 @@ def _cost_of_halves(chunks: Chunks, rings: _Orders, pairs: _RankPairs, work_cost
 
 
 def _cost_of_runs(chunks: Chunks, to_second: ndarray, pair: ndarray, num_pairs: int) -> ndarray:
-    """Return [order, pair]: a chunk of rows, and a document's head, for each run that ends between a pair's ranks."""
-    # Only between chunks of one pair: other neighbours do not change in this round.
+    """Return run cost [order, pair]: one chunk of rows plus a document's head per run that ends inside a pair."""
+    # Count only boundaries between chunks in one pair: all others stay unchanged in this round.
     behind = 1 + np.flatnonzero((pair[1:] == pair[:-1]) & (pair[1:] < num_pairs))
     order, end = np.nonzero(to_second[:, behind] != to_second[:, behind - 1])
     behind = behind[end]
@@ -358,22 +365,22 @@ def _cost_of_runs(chunks: Chunks, to_second: ndarray, pair: ndarray, num_pairs: 
 
 
 def _present_cost(chunks: Chunks, owner: ndarray, pairs: _RankPairs, rings: _Orders, work_cost: WorkCost) -> ndarray:
-    """Return [pair]: the cost of the present owners, on the scale of ``_cost_of_halves``; order 0 is the sequence."""
-    # A half costs the rows that its cuts add: the full prefixes, less those of the pair's documents without a cut.
+    """Return the current owners' cost [pair] on the scale of ``_cost_of_halves``; order 0 must be the sequence."""
+    # A half costs the rows added by its cuts: the full prefixes minus those of the pair's documents if uncut.
     mine = np.argsort(owner, kind="stable").reshape(chunks.degree, -1)
     cost = _summed_prefixes(chunks, mine) + work_cost.in_rows(chunks.work[mine].sum(1) + chunks.remainder_work)
     return cost[pairs.first] + cost[pairs.second] - _summed_prefixes(chunks, rings.chunks[0])
 
 
 def _summed_prefixes(chunks: Chunks, mine: ndarray) -> ndarray:
-    """Return, for each list of ascending chunks, the sum of the prefixes of its documents."""
+    """Return, for each list of ascending chunks, its documents' summed prefixes."""
     document, prefix = chunks.document[mine], chunks.prefix[mine]
     is_last = document[:, 1:] != document[:, :-1]
     return prefix[:, -1] + (prefix[:, :-1] * is_last).sum(1)
 
 
 def chunk_pieces(chunks: Chunks, owner: ndarray) -> list[Pieces]:
-    """Join neighbouring chunks of a rank into pieces, with the remainders before them."""
+    """Join each rank's neighbouring chunks into pieces, after its remainder."""
     remainder = int(chunks.start[0]) // chunks.degree
     num_remainders = 0
     if remainder:

@@ -1,7 +1,7 @@
-"""CachedLayout: the tokens of a growing sequence whose keys are on this rank. Pure index arithmetic.
+"""CachedLayout: tokens in a growing sequence whose keys are on this rank. Pure index arithmetic.
 
-A prompt is read in chunks that a ``SequenceLayout`` splits over the ranks; tokens that every rank is given are dealt
-round-robin. New tokens follow all cached ones, so a rank's rows are in the order of the sequence.
+A prompt is processed in chunks that a ``SequenceLayout`` splits over the ranks. For tokens that every rank processes,
+the keys are stored round-robin. New tokens follow all cached ones, so a rank's rows are in sequence order.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from parallel.layout.sequence import Run, Runs, SequenceLayout, num_parts
 
 @dataclass(frozen=True)
 class CachedLayout:
-    """Cached tokens of one rank."""
+    """One rank's cached tokens."""
 
     num_tokens: int = 0
     """Tokens on all ranks."""
     runs: Runs = ()
-    """Those of this rank, in the order of its rows."""
+    """This rank's tokens, in row order."""
 
     def extended(self, num_tokens: int, runs: Iterable[Run]) -> CachedLayout:
-        """Return this layout with so many more tokens, of which this rank has these."""
-        # Only the last run can continue in the new ones.
+        """Return this layout with ``num_tokens`` more tokens, of which this rank stores ``runs``."""
+        # New tokens follow all cached ones: only the last run can continue into them.
         return CachedLayout(self.num_tokens + num_tokens, (*self.runs[:-1], *joined((*self.runs[-1:], *runs))))
 
 
 def count_tokens(runs: Iterable[Run]) -> int:
-    """Return the number of tokens in some runs."""
+    """Return the number of tokens in the runs."""
     return sum(run.count for run in runs)
 
 
 def joined(runs: Iterable[Run]) -> Runs:
-    """Return the same tokens in as few runs as their steps allow."""
+    """Merge neighbouring runs that continue each other."""
     found: list[Run] = []
     for run in runs:
         if found and found[-1].step == run.step and found[-1].start + found[-1].count * run.step == run.start:
@@ -56,7 +56,7 @@ def tokens_from(runs: Iterable[Run], first: int) -> Runs:
 
 
 def by_step(runs: Iterable[Run]) -> Iterator[tuple[int, Runs]]:
-    """Yield (first row, runs) of neighbouring runs with one step."""
+    """Group neighbouring runs with equal step; yield (first row, runs) per group."""
     row = 0
     for _, group in groupby(runs, key=lambda run: run.step):
         same = tuple(group)
@@ -65,7 +65,7 @@ def by_step(runs: Iterable[Run]) -> Iterator[tuple[int, Runs]]:
 
 
 def dealt(start: int, num_tokens: int, rank: int, degree: int) -> Runs:
-    """Return the tokens of [start, start + num_tokens) that are dealt to a rank: those equal to it modulo degree."""
+    """Return a rank's round-robin share of tokens [start, start + num_tokens): those equal to it modulo degree."""
     first = start + (rank - start) % degree
     count = -((first - start - num_tokens) // degree)
     if count <= 0:
@@ -74,15 +74,15 @@ def dealt(start: int, num_tokens: int, rank: int, degree: int) -> Runs:
 
 
 def chunk_runs(layout: SequenceLayout, start: int, rank: int) -> Runs:
-    """Return the tokens of a rank in a chunk that begins at token ``start`` and is split by ``layout``."""
+    """Return a rank's tokens in a chunk that starts at token ``start`` and is split by ``layout``."""
     return tuple(run._replace(start=start + run.start) for run in layout.rank_runs(rank))
 
 
 def chunk_sizes(num_tokens: int, chunk_tokens: int, kind: str, degree: int, ulysses: int) -> Iterator[tuple[int, bool]]:
-    """Yield (tokens, True if they are split over the ranks) of each chunk of a prompt.
+    """Yield (tokens, True if they are split over the ranks) for each chunk in a prompt.
 
-    Chunks divide into the layout's parts. The last chunk has the remaining tokens, at least one, and is not split: so
-    every rank has the prompt's last token, and prompts have any length.
+    Chunks divide into the layout's parts. The last chunk holds the remaining tokens, at least one, and is not split: so
+    every rank has the prompt's last token, and prompts may have any length.
     """
     if degree == 1:
         for start in range(0, num_tokens, chunk_tokens):
@@ -91,7 +91,7 @@ def chunk_sizes(num_tokens: int, chunk_tokens: int, kind: str, degree: int, ulys
     parts = num_parts(kind, degree, ulysses)
     size = max(chunk_tokens // parts, 1) * parts
     while num_tokens > parts:
-        # One token is left for the last chunk.
+        # Leave at least one token for the last chunk.
         tokens = min(size, (num_tokens - 1) // parts * parts)
         yield tokens, True
         num_tokens -= tokens
@@ -101,7 +101,7 @@ def chunk_sizes(num_tokens: int, chunk_tokens: int, kind: str, degree: int, ulys
 
 @dataclass(frozen=True)
 class ChunkPlacement:
-    """Placement of the new tokens of a chunk, and the tokens before them."""
+    """Placement of a chunk's new tokens, and the tokens before them."""
 
     earlier: CachedLayout
     num_tokens: int
@@ -109,37 +109,37 @@ class ChunkPlacement:
     degree: int
     """Ranks that share the sequence."""
     layout: SequenceLayout | None
-    """How the new tokens are split over the ranks; None where each rank has all."""
+    """How ranks split the new tokens; None if every rank gets all."""
 
     @property
     def stop(self) -> int:
-        """Number of tokens of the sequence up to the chunk's last."""
+        """Number of tokens in the sequence up to and including the chunk."""
         return self.earlier.num_tokens + self.num_tokens
 
     def given(self, rank: int) -> Runs:
-        """Return the new tokens that a rank is given, in local order."""
+        """Return the new tokens that a rank processes, in local order."""
         start = self.earlier.num_tokens
         if self.layout is None:
             return (Run(start, self.num_tokens, 1),)
         return chunk_runs(self.layout, start, rank)
 
     def stored(self, rank: int) -> Runs:
-        """Return the new tokens whose keys a rank stores."""
+        """Return the new tokens that a rank stores in its cache."""
         if self.layout is None:
             return dealt(self.earlier.num_tokens, self.num_tokens, rank, self.degree)
         return self.given(rank)
 
     def after(self, rank: int) -> CachedLayout:
-        """Return the layout that is cached on a rank after the chunk."""
+        """Return a rank's cached layout after the chunk."""
         return self.earlier.extended(self.num_tokens, self.stored(rank))
 
     @property
     def digest(self) -> str:
-        """Fingerprint, which must be the same on all ranks that share a sequence."""
+        """Checksum, equal on all ranks that share a sequence."""
         return blake2b(self.describe().encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
-        """Return the chunk on one line."""
+        """Return a one-line summary."""
         split = "given to every rank"
         if self.layout is not None:
             split = f"split {self.layout.kind} over {self.degree} ranks (ulysses {self.layout.ulysses})"

@@ -1,8 +1,8 @@
-"""``parallel.layout = "auto"``: the choice of a run's layout, and its reason.
+"""Choice of a layout for ``parallel.layout = "auto"``, with its reason.
 
-Figures of ``python -m benchmarks.layouts`` (benchmarks/results/amx/layouts.json, "masks"), rows of 65,536 tokens over a
-ring of 8. Each cell is the busiest rank's work over the mean, and the rows that all ranks receive for each token of the
-sequence. A shard is one ring rank's part; a packed row holds 14 documents.
+Measured by ``python -m benchmarks.layouts`` (benchmarks/results/amx/layouts.json, "masks") on sequences with 65,536
+tokens over 8 ring ranks. Each cell: work on the busiest rank over the mean, then rows received by all ranks per token
+in the sequence. A shard is one ring rank's part; a packed sequence holds 14 documents.
 
 ========================== ============ ============ ============ ============ ============
 attention over             contiguous   zigzag       balanced     striped      chosen
@@ -16,10 +16,10 @@ packed, window 1/8 shard   1.10 · 0.10  1.09 · 0.20  1.10 · 0.17  1.00 · 6.9
 packed, window of a shard  1.65 · 0.54  1.53 · 1.01  1.16 · 0.85  1.00 · 6.99  balanced
 ========================== ============ ============ ============ ============ ============
 
-``balanced`` equals ``zigzag`` if a document fills the row. Linear layers do equal work in every layout but ``striped``,
-which they do not support, and send a state for each cut of a document: ``contiguous`` cuts least. ``striped`` is never
-chosen: it sends nearly every row to every rank, to save a few percent of work. Ranks that split heads (Ulysses) hold
-the same rows, so only the ring decides.
+``balanced`` equals ``zigzag`` if one document fills the sequence. Linear layers do equal work in every layout (they do
+not support ``striped``) and send one state per cut document: ``contiguous`` cuts the fewest. ``striped`` is never
+chosen: it sends nearly every row to every rank to save a few percent of work. Ulysses ranks hold the same rows, so only
+the ring decides.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from parallel.layout.sequence import KINDS, check_division, check_layout, num_pa
 AUTO = "auto"
 
 WINDOWS_IN_SHARD, WINDOWS_IN_SHARD_PACKED = 2, 8
-"""A window is small when so many of it fit into the tokens of a ring rank.
+"""A window is small if at least this many fit into a ring rank's tokens.
 
-Over one document the first holds exactly: zigzag's parts are half a shard long, and up to there the one rank that
-lacks work, the first of the document, is the same rank in both layouts. The second is measured: 3 % of work at most.
+The first value, for one document, is exact: zigzag's parts are half a shard long, and up to that window both layouts
+have one rank that lacks work, the first in the document. The second is measured: it costs at most 3 % of work.
 """
 
 
 def check_choice(layout: str, num_tokens: int, degree: int, ulysses: int = 1) -> None:
-    """Raise ConfigError unless ``layout`` is "auto" or a layout, and the tokens divide over the ranks as it needs."""
+    """Raise ConfigError unless ``layout`` is "auto" or a known layout, and the tokens divide over the ranks as it
+    requires.
+    """
     if layout == AUTO:
-        # Contiguous and balanced layouts need no more than equal parts, so auto always finds one.
+        # Contiguous and balanced layouts only require equal parts, so auto can always fall back to one.
         check_division(layout, num_tokens, degree, ulysses)
     elif layout in KINDS:
         check_layout(layout, num_tokens, degree, ulysses)
@@ -60,13 +62,13 @@ def choose_layout(
     side_by_side: bool = False,
     causal: bool = True,
 ) -> tuple[str, str]:
-    """Return the layout that is best for these layers, and the reason in one clause for the log.
+    """Choose the best layout for these layers; return it with a one-clause reason for the log.
 
-    ``num_tokens`` are those of a sequence that ``degree`` ranks share, ``ulysses`` of which split heads. ``packed`` is
-    True if a sequence may hold more than one document. ``reaches`` are those of the model's mixers (``Mixer.reach``).
-    ``side_by_side`` rows (``parallel.tokens_per_rank``) are never zigzag, which spreads each over all ranks. If
-    attention is not ``causal``, one document is even work however it is cut. Pure: a run that resumes with the same
-    settings and data gets the same layout.
+    ``num_tokens`` is the length of a sequence that ``degree`` ranks share, ``ulysses`` among them splitting heads.
+    ``packed`` is True if a sequence may hold several documents. ``reaches`` holds each mixer's ``Mixer.reach``.
+    ``side_by_side`` rows (``parallel.tokens_per_rank``) never use zigzag, which would spread each row over all ranks.
+    If attention is not ``causal``, every cut of one document is even work. Pure: a resumed run with the same settings
+    and data gets the same layout.
     """
     ring = degree // ulysses
     if ring == 1:
@@ -74,7 +76,7 @@ def choose_layout(
         if side_by_side:
             kind = "balanced"
         return kind, "every rank attends over whole sequences, so all layouts are the same"
-    # If contiguous work is even, there is nothing to balance, and no layout sends less.
+    # If contiguous work is even, there is no imbalance to fix, and no layout sends less.
     local = _reason_to_stay_local(num_tokens // ring, packed, reaches)
     if local is not None:
         return "contiguous", local
@@ -91,7 +93,7 @@ def choose_layout(
 
 
 def _reason_to_stay_local(tokens_per_rank: int, packed: bool, reaches: Collection[int | None]) -> str | None:
-    """Return the reason if a rank's tokens need hardly any others; None if some layer sees far back."""
+    """Return the reason if a rank's tokens need hardly any remote ones; None if some layer attends far back."""
     rows = [reach for reach in reaches if reach is not None]
     if len(rows) < len(reaches):
         return None
@@ -101,6 +103,7 @@ def _reason_to_stay_local(tokens_per_rank: int, packed: bool, reaches: Collectio
     windows_in_shard = WINDOWS_IN_SHARD
     if packed:
         windows_in_shard = WINDOWS_IN_SHARD_PACKED
+    # One layer with a long window would need balance, so the longest window decides.
     if window * windows_in_shard > tokens_per_rank:
         return None
     return (

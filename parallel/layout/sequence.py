@@ -1,8 +1,8 @@
 """``SequenceLayout``: placement of a sequence's tokens on ranks. Pure index arithmetic.
 
-The ranks that share a sequence are ``degree`` = ring degree × Ulysses degree, and rank = ring rank · ulysses + Ulysses
-rank. Each ring rank has tokens of its own. They are then cut into ``ulysses`` equal consecutive parts, so that an
-all-to-all over heads gives each of its ranks all of those tokens, in order, with a part of the heads.
+``degree`` = ring degree × Ulysses degree ranks share a sequence, with rank = ring rank · ulysses + Ulysses rank. Each
+ring rank holds different tokens. These are cut into ``ulysses`` equal consecutive parts, so that an all-to-all over
+heads gives every Ulysses rank all the ring rank's tokens, in order, for its share of the heads.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ KINDS = ("contiguous", "zigzag", "striped", "balanced")
 
 
 class Run(NamedTuple):
-    """Piece of the sequence that is contiguous on one rank: tokens start, start + step, … (``count`` of them)."""
+    """Evenly spaced tokens that are neighbours on one rank: start, start + step, … (``count`` tokens)."""
 
     start: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     step: int
-    """Distance in tokens between neighbours: 1, except in striped layouts, where it is the ring degree."""
+    """Distance in tokens between neighbours: 1, or the ring degree in striped layouts."""
 
     @property
     def stop(self) -> int:
@@ -39,14 +39,14 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
-"""Ascending and disjoint runs."""
+"""Ascending, disjoint runs."""
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Assignment of every token of a sequence to one of ``degree`` ranks, equally many to each.
+    """Assignment of every token in a sequence to one of ``degree`` ranks, equally many to each.
 
-    A ring rank's local rows are its runs, one after another, so local order is global order.
+    A ring rank's local rows are its runs, concatenated, so local order is global order.
     """
 
     kind: str
@@ -54,9 +54,9 @@ class SequenceLayout:
     degree: int
     """Ranks that share the sequence, ring × Ulysses."""
     ulysses: int
-    """Consecutive ranks that share the rows of one ring rank."""
+    """Consecutive ranks that share one ring rank's rows."""
     runs: tuple[Runs, ...]
-    """For each ring rank its runs."""
+    """Runs per ring rank."""
 
     @classmethod
     def build(
@@ -69,14 +69,14 @@ class SequenceLayout:
         *,
         causal: bool = True,
     ) -> SequenceLayout:
-        """Build the layout of ``num_tokens`` tokens over ``degree`` ranks.
+        """Build the layout for ``num_tokens`` tokens over ``degree`` ranks.
 
-        With R = degree / ulysses ring ranks: ``contiguous`` gives ring rank r the r-th of R equal parts. ``zigzag``
-        cuts 2·R equal parts and gives it the r-th from either end, which evens out causal attention over one document.
-        ``striped`` gives it every R-th token, from token r. ``balanced`` assigns chunks so that attention within the
-        documents that end at ``cu_seqlens`` (default: one document), ``causal`` or bidirectional, is even and few rows
-        are sent (``parallel/layout/balanced.py``). The other kinds only check the documents. Raise ConfigError if the
-        tokens do not divide, or if the documents do not ascend from 0 to ``num_tokens``.
+        With R = degree / ulysses ring ranks: ``contiguous`` cuts R equal parts, and ring rank r gets the r-th.
+        ``zigzag`` cuts 2·R equal parts, and ring rank r gets the r-th from either end, which balances causal attention
+        over one document. ``striped`` assigns every R-th token, from token r. ``balanced`` assigns chunks so that
+        attention within the documents that end at ``cu_seqlens`` (default: one document), ``causal`` or bidirectional,
+        is even and few rows are sent (``parallel/layout/balanced.py``). The other kinds only validate the documents.
+        Raise ConfigError if the tokens do not divide, or if the documents do not ascend from 0 to ``num_tokens``.
         """
         check_layout(kind, num_tokens, degree, ulysses)
         documents = PackedDocuments.of(cu_seqlens, num_tokens)
@@ -89,19 +89,19 @@ class SequenceLayout:
 
     @property
     def ring_degree(self) -> int:
-        """Number of ring ranks: the parts that the sequence itself is cut into."""
+        """Number of ring ranks: the shards into which the sequence itself is cut."""
         return self.degree // self.ulysses
 
     def num_ring(self, ring_rank: int) -> int:
-        """Return the number of tokens of a ring rank, over all its Ulysses ranks."""
+        """Return a ring rank's token count, over all its Ulysses ranks."""
         return sum(run.count for run in self.runs[ring_rank])
 
     def num_local(self, rank: int) -> int:
-        """Return the number of tokens on a rank."""
+        """Return the rank's token count."""
         return self.num_ring(rank // self.ulysses) // self.ulysses
 
     def rank_runs(self, rank: int) -> Runs:
-        """Return the runs of one rank: those of its ring rank, cut to the rank's part of the rows."""
+        """Return one rank's runs: its ring rank's runs, cut to this rank's share of the rows."""
         ring_rank, part = divmod(rank, self.ulysses)
         if self.ulysses == 1:
             return self.runs[ring_rank]
@@ -109,7 +109,7 @@ class SequenceLayout:
         return _cut_rows(self.runs[ring_rank], part * num_rows, (part + 1) * num_rows)
 
     def indices(self, rank: int) -> Tensor:
-        """Return the global tokens (int64) of a rank in local order."""
+        """Return a rank's global token indices (int64) in local order."""
         return torch.cat([torch.arange(run.start, run.stop, run.step) for run in self.rank_runs(rank)])
 
     def split(self, x: Tensor, rank: int, dim: int) -> Tensor:
@@ -122,18 +122,19 @@ class SequenceLayout:
         dim %= x.dim()
         parts = []
         for run in self.rank_runs(rank):
-            # Slicing, not indexing: a run is one block of memory (or one stride), and there are few runs.
+            # Slice instead of index: a run is one block in memory (or one stride), and there are few runs.
             index = [slice(None)] * dim
             index.append(slice(run.start, run.stop, run.step))
             parts.append(x[tuple(index)])
         return torch.cat(parts, dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Return the full tensor from all ranks' shards: the inverse of ``split``."""
+        """Concatenate all ranks' shards into the full tensor: the inverse of ``split``."""
         assert len(parts) == self.degree, f"{len(parts)} parts for {self.degree} ranks"
         dim %= parts[0].dim()
         if self.kind == "striped":
-            # Token n is row n // ring of ring rank n % ring: rows outside, ring ranks inside give the order of tokens.
+            # Token n is row n // ring on ring rank n % ring: rows as the outer dim and ring ranks as the inner one give
+            # token order.
             u = self.ulysses
             rings = [torch.cat(list(parts[first : first + u]), dim) for first in range(0, self.degree, u)]
             return torch.stack(rings, dim + 1).flatten(dim, dim + 1)
@@ -146,10 +147,10 @@ class SequenceLayout:
         return torch.cat([cut for _, cut in sorted(pieces, key=lambda p: p[0])], dim)
 
 
-# The same in every micro-batch of a run; its validation may have another length.
+# Every micro-batch has the same length; validation may add a second one.
 @functools.lru_cache(maxsize=16)
 def _fixed_runs(kind: str, num_tokens: int, degree: int) -> tuple[Runs, ...]:
-    """Return the runs of each of ``degree`` ring ranks, for kinds that do not depend on the documents."""
+    """Build the runs for each of ``degree`` ring ranks, for kinds that do not depend on documents."""
     if kind == "zigzag" and degree > 1:
         return _runs_of(head_and_tail(num_tokens, degree))
     tokens_per_rank = num_tokens // degree
@@ -159,12 +160,11 @@ def _fixed_runs(kind: str, num_tokens: int, degree: int) -> tuple[Runs, ...]:
 
 
 def _runs_of(assigned: Iterable[Pieces]) -> tuple[Runs, ...]:
-    """Return the pieces that ring ranks were assigned, as runs."""
     return tuple(tuple(Run(start, count, 1) for start, count in pieces) for pieces in assigned)
 
 
 def _cut_rows(runs: Runs, start: int, stop: int) -> Runs:
-    """Return the runs of local rows [start, stop)."""
+    """Return the runs that cover local rows [start, stop)."""
     cut, row = [], 0
     for run in runs:
         first, last = max(start - row, 0), min(stop - row, run.count)
@@ -175,7 +175,7 @@ def _cut_rows(runs: Runs, start: int, stop: int) -> Runs:
 
 
 def check_layout(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> None:
-    """Raise ConfigError, with the nearest values that work, unless such a layout exists."""
+    """Raise ConfigError, with the nearest valid values, unless such a layout exists."""
     if kind not in KINDS:
         raise ConfigError(f"parallel.layout={kind!r} is unknown. Try one of {list(KINDS)}.")
     check_division(kind, num_tokens, degree, ulysses)
@@ -190,7 +190,7 @@ def num_parts(kind: str, degree: int, ulysses: int = 1) -> int:
 
 
 def check_division(kind: str, num_tokens: int, degree: int, ulysses: int = 1) -> None:
-    """Raise ConfigError, with the nearest values that work, unless the tokens split into the layout's parts."""
+    """Raise ConfigError, with the nearest valid values, unless the tokens split into the layout's parts."""
     if degree < 1 or num_tokens < 1:
         raise ConfigError(f"a layout needs tokens and ranks; got {num_tokens} tokens over {degree} ranks.")
     if ulysses < 1 or degree % ulysses:

@@ -1,15 +1,16 @@
-"""The zigzag layout: a part from either end."""
+"""The zigzag layout: one part from either end per rank."""
 
 from __future__ import annotations
 
 Pieces = list[tuple[int, int]]
-"""First token and number of tokens of each piece, ascending."""
+"""First token and token count per piece, ascending."""
 
 
 def head_and_tail(num_tokens: int, degree: int) -> list[Pieces]:
-    """Cut 2·degree equal parts; each ring rank gets one from either end, and the two in the middle are one piece."""
+    """Cut 2·degree equal parts and pair the r-th from either end; the middle two form one piece."""
     part = num_tokens // (2 * degree)
-    # Causal work grows with the position, so a part from the front and its mirror image from the end are even work.
+    # Causal work grows linearly with the position, so a part from the front and its mirror image from the end sum to
+    # the same work on every rank.
     pieces: list[Pieces] = []
     for rank in range(degree - 1):
         head, tail = rank * part, num_tokens - (rank + 1) * part

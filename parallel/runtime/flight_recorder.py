@@ -1,4 +1,4 @@
-"""PyTorch's flight recorder: the last collectives of every rank, in files, when NCCL waits too long or a rank fails."""
+"""PyTorch's flight recorder: each rank's last collectives, written to files when NCCL times out or a rank fails."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from pathlib import Path
 from torch._C import _distributed_c10d as distributed_c10d
 
 PREFIX = "nccl_trace_rank_"
-"""Of the files; the rank follows."""
+"""File name prefix; the rank follows."""
 _COLLECTIVES = "2000"
-"""How many the recorder remembers: some hundred bytes each, on the host."""
+"""Number of recorded collectives: some hundred bytes each, on the host."""
 
 
 def record_collectives(folder: Path) -> None:
-    """Make NCCL record its collectives, to files in this folder. Call it before the first process group is created.
+    """Configure NCCL to record its collectives, to files in this folder. Call it before creating the first process
+    group.
 
-    Variables that the user has set in the environment stay.
+    Environment variables that the user has set take precedence.
     """
     prefix = str(folder.absolute() / PREFIX)
-    # Both names of each: torch 2.11 reads the older one.
+    # Set both names: torch 2.11 reads the older one.
     settings = {
         "TORCH_FR_BUFFER_SIZE": _COLLECTIVES,
         "TORCH_NCCL_TRACE_BUFFER_SIZE": _COLLECTIVES,
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        # A collective that fails or takes too long ends the process, and does not clean up: that could wait forever.
+        # A collective that fails or times out ends the process without cleanup, which could block forever.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     }
     for name, value in settings.items():
@@ -35,12 +36,12 @@ def record_collectives(folder: Path) -> None:
 
 
 def trace_prefix() -> str:
-    """Return the prefix of the files' names; empty if nothing is recorded."""
+    """Return the file name prefix; empty if recording is off."""
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE", "")
 
 
 def advice() -> str:
-    """Return a hint to the user about the files; empty if nothing is recorded."""
+    """Return a hint about the files for the user; empty if recording is off."""
     prefix = trace_prefix()
     if not prefix:
         return ""
@@ -52,9 +53,9 @@ def advice() -> str:
 
 
 def dump_collectives(rank: int) -> None:
-    """Write this rank's last collectives, unless NCCL has done so; never raises."""
+    """Write this rank's last collectives, unless NCCL has already done so; never raises."""
     path = Path(f"{trace_prefix()}{rank}")
-    # A torch without NCCL has no such function.
+    # A torch without NCCL lacks this function.
     dump = getattr(distributed_c10d, "_dump_nccl_trace", None)
     if not trace_prefix() or dump is None or path.exists():
         return

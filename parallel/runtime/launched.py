@@ -1,4 +1,4 @@
-"""Identity of this process: the rank that its launcher (DeepSpeed's, torchrun, a scheduler) gave it, and its code."""
+"""Process identity: the rank assigned by the launcher (DeepSpeed's, torchrun, a scheduler), and the code version."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PACKAGES = ("longctx", "parallel", "data_pipeline", "launcher")
 
 
 def environment_rank() -> tuple[int, int]:
-    """Return (rank, world size) that the launcher gave this process; (0, 1) if there was none."""
+    """Return (rank, world size) from the launcher; (0, 1) without one."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def ranks_of_machine() -> int | None:
-    """Return the number of ranks on this machine; None if it is unknown."""
+    """Return the number of ranks on this machine; None if unknown."""
     # torchrun always sets LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE, which a user may have exported for MPI.
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     if not ranks:
@@ -31,11 +31,11 @@ def ranks_of_machine() -> int | None:
 
 
 COMMAND = "LONGCTX_COMMAND"
-"""The variable with the verb that started this rank, as its user typed it, such as ``longctx train``."""
+"""Environment variable with the verb that started this rank, as typed by the user, e.g. ``longctx train``."""
 
 
 def start_line(ranks: int, arguments: Sequence[str]) -> str:
-    """Return the line that starts this script on so many ranks of a machine, by the launcher of this process."""
+    """Return the command that starts this script on ``ranks`` local ranks, with this process's launcher."""
     words = shlex.join(arguments)
     if COMMAND in os.environ:
         return f"{os.environ[COMMAND]} --ranks {ranks} {words}".rstrip()
@@ -47,15 +47,15 @@ def start_line(ranks: int, arguments: Sequence[str]) -> str:
 
 @cache
 def code_version() -> str:
-    """Return the version and a fingerprint of all Python files of the four packages: ``0.1.0, sources 3f2a9c41``.
+    """Return version and checksum over all Python files in the four packages: ``0.1.0, sources 3f2a9c41``.
 
-    Ranks with different code would compute different things, or wait for each other.
+    Ranks with different code would compute different results, or deadlock.
     """
     digest = blake2b(digest_size=4)
     for package in _PACKAGES:
         for path in sorted((_ROOT / package).rglob("*.py")):
             content = path.read_bytes()
-            # With name and length: moving or cutting a file changes the fingerprint.
+            # Include name and length: moving or truncating a file changes the checksum.
             digest.update(f"{path.relative_to(_ROOT).as_posix()} {len(content)}\n".encode())
             digest.update(content)
     return f"{__version__}, sources {digest.hexdigest()}"

@@ -1,9 +1,9 @@
-"""Launchers above this process: found by their command lines, watched until one of them is gone.
+"""Launchers above this process: identified by their command lines, and watched until one has ended.
 
-A rank whose launcher was killed would train on, with no process to end it. Only launchers of ranks are looked for
-(DeepSpeed's and PyTorch's): a shell, a supervisor or a session may end while the processes that it started go on.
+If its launcher is killed, a rank would train on, and no process would end it. Only launchers for ranks are matched
+(DeepSpeed's and PyTorch's): a shell, a supervisor or a session may end while its child processes continue.
 
-A process handle (``pidfd_open``) tells within milliseconds that a process has ended, whichever its parent is: the
+A process handle (``pidfd_open``) signals within milliseconds that any process has ended, not only the parent, so the
 runner above the launcher is watched as well. The kernel's parent-death signal would cover only the parent.
 """
 
@@ -21,43 +21,43 @@ from pathlib import PurePath
 import psutil
 
 _POLL_SECONDS = 1.0
-"""Between two looks, where the system has no process handles."""
+"""Polling interval if the system has no process handles."""
 _LAUNCHER, _RUNNER = "deepspeed.launcher.launch", "deepspeed.launcher.runner"
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _PROGRAMS = ("deepspeed", "deepspeed.pt", "ds", "torchrun")
-"""What a user types."""
+"""Commands that a user types."""
 PDSH = "pdsh"
-"""What starts launchers on several machines, over ssh."""
+"""Starts launchers on several machines, over ssh."""
 _SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
 _SAME_RUN = ("--world_info=", "--master_addr=", "--master_port=")
-"""Words that DeepSpeed's runner gives pdsh, and pdsh the launcher of each host."""
+"""Arguments that DeepSpeed's runner passes to pdsh, and pdsh to the launcher on each host."""
 STARTER = "LONGCTX_STARTER"
-"""The variable with the process id of a ``longctx`` command that started this rank itself."""
+"""Environment variable with the process id of the ``longctx`` command that started this rank itself."""
 _OURS = "longctx"
 _WRAPPERS = 3
-"""Processes that may stand between a launcher and its rank, such as numactl or a shell script."""
+"""Maximum processes between a launcher and its rank, such as numactl or a shell script."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """Process that started this one, directly or not."""
+    """Process that started this one, directly or indirectly."""
 
     process: psutil.Process
     what: str
-    """As a user reads it."""
+    """Name for messages to the user."""
     words: tuple[str, ...]
-    """Its command line."""
+    """Command line."""
 
     @property
     def is_ours(self) -> bool:
-        """True for a ``longctx`` command, which waits for its ranks and says nothing after them."""
+        """True for a ``longctx`` command, which waits for its ranks and prints no message after them."""
         return self.what == _OURS
 
     def __str__(self) -> str:
         return f"{self.what} (process {self.process.pid})"
 
     def is_gone(self) -> bool:
-        """Return whether it has ended, even if its exit code has not been read yet."""
+        """Return True if it has ended, even if its exit code has not been read yet."""
         try:
             return not self.process.is_running() or self.process.status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
@@ -65,7 +65,7 @@ class Launcher:
 
 
 def launcher_above() -> Launcher | None:
-    """Return the process that started this one as a rank; None if a user did so, or if it is gone."""
+    """Return the process that started this one as a rank; None if a user did so, or if it has ended."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents()[: _WRAPPERS + 1]:
             launcher = _as_launcher(process)
@@ -75,7 +75,7 @@ def launcher_above() -> Launcher | None:
 
 
 def launchers_above() -> list[Launcher]:
-    """Return all launchers that this rank needs: its own, and those above it. Empty if a user started this process."""
+    """Return all launchers that this rank depends on, its own first. Empty if a user started this process."""
     launcher = launcher_above()
     if launcher is None:
         return []
@@ -91,17 +91,17 @@ def launchers_above() -> list[Launcher]:
 
 
 def was_orphaned(first_parent: int) -> bool:
-    """Return whether the launcher was gone before it could be found; ``first_parent`` was the parent at the start."""
+    """Return True if the launcher ended before it could be found; ``first_parent`` is the parent at start."""
     now = os.getppid()
     is_rank = "RANK" in os.environ and any(
         name in os.environ for name in ("CROSS_SIZE", "TORCHELASTIC_RUN_ID", STARTER)
     )
-    # For a rank that a user starts by hand neither changes.
+    # For a rank that a user started by hand, neither condition changes.
     return is_rank and launcher_above() is None and (now != first_parent or now == 1)
 
 
 def watch_launchers(launchers: Sequence[Launcher], on_gone: Callable[[Launcher], None]) -> None:
-    """Call ``on_gone`` once, in a thread of its own, when the first of them has ended."""
+    """Call ``on_gone`` once, in its own thread, when the first launcher ends."""
     if launchers:
         threading.Thread(target=_watch, args=(launchers, on_gone), name="launchers", daemon=True).start()
 
@@ -109,12 +109,12 @@ def watch_launchers(launchers: Sequence[Launcher], on_gone: Callable[[Launcher],
 def _watch(launchers: Sequence[Launcher], on_gone: Callable[[Launcher], None]) -> None:
     handles = {}
     for launcher in launchers:
-        # Older kernels, other systems and strict containers have none: these processes are polled.
+        # Older kernels, other systems and strict containers lack handles: poll instead.
         with contextlib.suppress(OSError, AttributeError):
             handles[os.pidfd_open(launcher.process.pid)] = launcher
     gone = None
     while gone is None:
-        # A process id may have been reused before the handle was opened: so all are checked first.
+        # Check all first: a process id may have been reused before its handle was opened.
         gone = next((launcher for launcher in launchers if launcher.is_gone()), None)
         if gone is None and len(handles) == len(launchers):
             _wait(list(handles))
@@ -126,7 +126,6 @@ def _watch(launchers: Sequence[Launcher], on_gone: Callable[[Launcher], None]) -
 
 
 def _wait(handles: Sequence[int]) -> None:
-    """Return when one of these processes has ended."""
     poll = select.poll()
     for handle in handles:
         poll.register(handle, select.POLLIN)
@@ -139,32 +138,32 @@ def _as_launcher(process: psutil.Process) -> Launcher | None:
         return Launcher(process, _OURS, words)
     if _LAUNCHER in words:
         return Launcher(process, "deepspeed's launcher", words)
-    # Only the program and the script that Python runs: a run's arguments may have any words.
+    # Match only the interpreter's program and script: later arguments may contain any words.
     if any(word in _TORCHRUN or PurePath(word).name == "torchrun" for word in words[:4]):
         return Launcher(process, "torchrun", words)
     return None
 
 
 def _above(chain: Sequence[psutil.Process]) -> Launcher | None:
-    """Return the process above DeepSpeed's launcher: this machine's runner, or the ssh connection of another one's."""
+    """Return the process above DeepSpeed's launcher: the local runner, or the ssh connection from a remote one."""
     for process in chain:
         words, name = _words(process), process.name()
         if _is_runner(words):
             return Launcher(process, "deepspeed's runner", words)
         if name.startswith("sshd"):
             return Launcher(process, "the ssh connection of deepspeed's launcher", words)
-        # ssh has a shell run its command. An interactive shell may end before the processes that it has started.
+        # ssh runs its command in a shell. An interactive shell may end before its child processes.
         if name not in _SHELLS or "-c" not in words or not any(_LAUNCHER in word for word in words):
             return None
     return None
 
 
 def _senders(words: Sequence[str]) -> list[Launcher]:
-    """Return the pdsh that started this launcher over ssh, and the runner above it, if they are on this machine."""
+    """Return the pdsh that started this launcher over ssh and the runner above it, if they are on this machine."""
     mark = [word for word in words if word.startswith(_SAME_RUN)]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            # The program's file is called pdsh.bin if pdsh is a script.
+            # The executable is called pdsh.bin if pdsh is a script.
             if not process.name().startswith(PDSH):
                 continue
             given = _words(process)
@@ -179,26 +178,27 @@ def _senders(words: Sequence[str]) -> list[Launcher]:
 
 
 def is_begun_by_process_1(script: str) -> bool:
-    """Return whether process 1 starts this script, as in a container: once it ends, the system kills the others."""
+    """Return True if process 1 starts this script, as in a container: when it ends, the system kills all others."""
     with contextlib.suppress(psutil.Error):
-        # A shell or a tiny init that runs the launcher names the script as well; the init of a machine does not.
+        # A shell or minimal init that runs the launcher also has the script in its command line; a machine's init does
+        # not.
         name = PurePath(script).name
         return name.endswith(".py") and any(name in word for word in _words(psutil.Process(1)))
     return False
 
 
 def is_launcher_word(word: str) -> bool:
-    """Return whether this is the program in a command line that a user types to start ranks."""
+    """Return True if ``word`` is a program with which a user starts ranks."""
     return PurePath(word).name in _PROGRAMS
 
 
 def _is_runner(words: Sequence[str]) -> bool:
-    """Return whether these words start ranks by DeepSpeed."""
+    """Return True if this command line starts ranks through DeepSpeed."""
     return any(word == _RUNNER or PurePath(word).name in _PROGRAMS[:3] for word in words[:4])
 
 
 def _words(process: psutil.Process) -> tuple[str, ...]:
-    """Return a command line; empty if the system does not give it, or the process has ended."""
+    """Return the command line; empty if it is not readable or the process has ended."""
     try:
         return tuple(process.cmdline())
     except psutil.Error:

@@ -1,7 +1,7 @@
-"""Marks of this process's current work, left for the watch, which reads them from its own thread.
+"""Activity marks that this process sets for the watch, which reads them from its own thread.
 
-A mark is a few assignments to one object, without a clock and without a lock: the watch reads them a few times in a
-time-out and notes the time itself when they have changed.
+A mark is a few assignments to one object, without clock or lock: the watch polls a few times per timeout and takes the
+time itself when they have changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _NONE = -1
 
 
 class Doing:
-    """Current work of the process. Every mark increments ``count``."""
+    """Current activity of the process. Every mark increments ``count``."""
 
     __slots__ = ("count", "disk", "hop", "layer", "patient", "step", "wait", "what")
 
@@ -21,15 +21,15 @@ class Doing:
         self.what = "starting"
         self.step, self.layer, self.hop = 0, _NONE, _NONE
         self.wait = ""
-        """What it waits for from other ranks; empty where it computes."""
+        """The operation for which it waits on other ranks; empty while it computes."""
         self.patient = False
-        """Whether it waits where another rank may be hours late."""
+        """True while it waits for a rank that may be hours late."""
         self.disk = False
-        """Whether it may be quiet for long: one call to a file system may take minutes."""
+        """True while it may be silent for long: one file system call may take minutes."""
         self.count = 0
 
     def place(self) -> str:
-        """Return the place on one line: "forward, layer 12, hop 3"."""
+        """Return a one-line position: "forward, layer 12, hop 3"."""
         text = self.what
         if self.layer != _NONE:
             text += f", layer {self.layer}"
@@ -38,22 +38,22 @@ class Doing:
         return text
 
     def describe(self) -> str:
-        """Return it on one line: "forward, layer 12, hop 3: exchanging keys and values with …"."""
+        """Return position and wait in one line: "forward, layer 12, hop 3: exchanging keys and values with …"."""
         text = self.place()
         if self.wait:
             text += f": {self.wait}"
         return text
 
 
-# One per process, as its main thread. No lock: the watch may see one mark's words with another one's number, and reads
-# them again a moment later.
+# One per process, set by its main thread. Without a lock, the watch may see one mark's text with another's count; it
+# reads both again a moment later.
 DOING = Doing()
 
 
 def begin(what: str, *, step: int | None = None, disk: bool = False) -> None:
-    """Mark the start of a part of a step, or of work between steps."""
+    """Mark the start of a step phase, or of work between steps."""
     DOING.what, DOING.disk = what, disk
-    # A part has layers and hops of its own.
+    # Each phase has its own layers and hops.
     DOING.layer = DOING.hop = _NONE
     if step is not None:
         DOING.step = step
@@ -67,7 +67,7 @@ def enter_layer(layer: int) -> None:
 
 
 def enter_hop(hop: int) -> None:
-    """Mark the hop of the ring that is computed from now on, or waited for."""
+    """Mark the ring hop that is computed or waited for from now on."""
     DOING.hop = hop
     DOING.count += 1
 
@@ -75,7 +75,7 @@ def enter_hop(hop: int) -> None:
 @contextmanager
 def waiting(what: str, *, patient: bool = False) -> Iterator[None]:
     """Mark that the process waits for other ranks within the block."""
-    # Waits may be nested: that of a library's group inside of one of ours.
+    # Waits may be nested: a library group's wait inside ours.
     before = DOING.wait, DOING.patient
     DOING.wait, DOING.patient = what, patient
     DOING.count += 1

@@ -1,4 +1,4 @@
-"""Attention work of each rank, and the rows to send, computed from a layout and a mask. Pure."""
+"""Per-rank attention work and rows to send, computed from a layout and a mask. Pure."""
 
 from parallel.schedule.heads import AttentionShape
 from parallel.schedule.schedule import Schedule

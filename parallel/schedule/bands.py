@@ -1,10 +1,10 @@
-"""Rows of one rank that meet rows of another: a table of slices between two lists of segments. Pure.
+"""Slice table between two lists of segments: which query rows see which key rows. Pure.
 
-A token's document and its index in the sequence decide which keys it sees; a kernel needs row indices. Between two
-segments of the same document the one follows from the other: query row i and key row j are ``step·(i − j) + offset``
-tokens apart, so every bound on the distance is a bound on i − j.
+A token's document and global index decide which keys it sees, while a kernel needs row indices. Between two segments in
+the same document, query row i and key row j are ``step·(i − j) + offset`` tokens apart, so every bound on the distance
+is a bound on i − j: a band.
 
-Tables are int64 arrays [n, 8] whose columns ``longctx/kernels/attention/slices.py`` describes.
+Tables are int64 arrays [n, 8]; ``longctx/kernels/attention/slices.py`` describes the columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_SLICES = np.empty((0, 8), dtype=np.int64)
 
 
 class Bounds(NamedTuple):
-    """Bounds of the tokens that a query sees, ``least`` to ``most`` before it; ``sinks``: only a document's first."""
+    """Keys that a query sees: ``least`` to ``most`` tokens before it; ``sinks``: only a document's first tokens."""
 
     least: int | None
     most: int | None
@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
 
 
 def mask_bounds(*, causal: bool, window: int | None, sink_tokens: int) -> tuple[Bounds, ...]:
-    """Return the mask as disjoint bounds on the distance of query to key."""
+    """Express the mask as disjoint bounds on the query-key distance."""
     if window is None and causal:
         return (Bounds(0, None),)
     if window is None:
@@ -38,7 +38,7 @@ def mask_bounds(*, causal: bool, window: int | None, sink_tokens: int) -> tuple[
     if causal:
         nearest = 0
     found = [Bounds(nearest, window - 1)]
-    # Sinks are seen only from beyond the window: the bounds must not overlap, or a pair would count twice.
+    # Sinks count only beyond the window: bounds must be disjoint, or a pair would count twice.
     if sink_tokens:
         found.append(Bounds(window, None, sinks=True))
         if not causal:
@@ -47,7 +47,7 @@ def mask_bounds(*, causal: bool, window: int | None, sink_tokens: int) -> tuple[
 
 
 def own_slices(segments: Segments, causal: bool) -> ndarray:
-    """Return the slices of a rank's rows among themselves without a window: one slice per document.
+    """Return the slices among a rank's own rows without a window: one per document.
 
     A document's rows on a rank are neighbours in ascending order, so causality between them is local.
     """
@@ -62,12 +62,12 @@ def own_slices(segments: Segments, causal: bool) -> ndarray:
 
 
 def prefix_slices(queries: Segments, keys: Segments, causal: bool) -> ndarray:
-    """Return the slices between two ranks' runs of neighbouring tokens, without a window: full rectangles only.
+    """Return the slices between two ranks' contiguous runs without a window: full rectangles only.
 
-    Ranges of two ranks never overlap, so of a document on the other rank a query segment sees the rows before it: a
-    prefix of that document's rows there, which are neighbours.
+    Two ranks' ranges never overlap. If causal, a query segment therefore sees the other rank's rows up to its start,
+    which form a prefix of the document's rows there.
     """
-    # For each query segment, the first and last key segment of its document; only those before it if causal.
+    # First and last key segment in each query segment's document; if causal, only segments before it.
     first = np.searchsorted(keys.document, queries.document, side="left")
     stop = np.searchsorted(keys.document, queries.document, side="right")
     if causal:
@@ -77,18 +77,18 @@ def prefix_slices(queries: Segments, keys: Segments, causal: bool) -> ndarray:
     q_start = queries.row[some]
     q_stop = q_start + queries.length[some]
     k_start, k_stop = keys.row[first], keys.row[last] + keys.length[last]
-    # Neighbouring query segments that see the same keys are one slice.
+    # Merge neighbouring query segments that see the same keys: fewer kernel calls.
     joined = (q_stop[:-1] == q_start[1:]) & (k_start[:-1] == k_start[1:]) & (k_stop[:-1] == k_stop[1:])
     begin, end = np.append(True, ~joined)[: len(some)], np.append(~joined, True)[: len(some)]
     return _table(q_start[begin], q_stop[end], k_start[begin], k_stop[begin])
 
 
 def band_slices(queries: Segments, keys: Segments, bounds: Bounds, sink_ends: ndarray) -> ndarray:
-    """Return the slices between two ranks' segments, one for each two that meet, with their exact distances.
+    """Return the slices between two ranks' segments with exact distances, one per overlapping pair.
 
-    A query segment's keys come from the nearest segment back to the farthest. ``sink_ends`` has the token after each
-    document's sinks. If the two step differently (a separate key layout), i − j does not measure distance; then each
-    query row is a segment of its own.
+    A query segment's keys are ordered from the nearest segment back to the farthest. ``sink_ends`` holds the first
+    token after each document's sinks. If the two steps differ (a separate key layout), i − j does not measure distance;
+    then each query row becomes its own segment.
     """
     if queries.step != keys.step:
         queries = queries.single_rows()
@@ -97,14 +97,15 @@ def band_slices(queries: Segments, keys: Segments, bounds: Bounds, sink_ends: nd
 
 
 def meeting_segments(queries: Segments, keys: Segments, bounds: Bounds) -> tuple[ndarray, ndarray]:
-    """Return (query segment, key segment) of every two of one document with tokens that the bounds may let meet."""
+    """Return (query segment, key segment) for every pair in one document that may satisfy the bounds."""
     nearest: ndarray | int = MOST_TOKENS
     if bounds.least is not None:
         nearest = queries.last - bounds.least
     farthest: ndarray | int = 0
     if bounds.most is not None:
         farthest = queries.start - bounds.most
-    # Two binary searches over all segments at once, by document and then token, find every range of partners.
+    # Two binary searches by (document, token) find each query segment's range of key segments, for all segments at
+    # once.
     stop = np.searchsorted(keys.start_keys, sort_key(queries.document, nearest), side="right")
     first = np.searchsorted(keys.last_keys, sort_key(queries.document, farthest), side="left")
     q, k = expand_ranges(first, stop)
@@ -114,16 +115,16 @@ def meeting_segments(queries: Segments, keys: Segments, bounds: Bounds) -> tuple
 def slices_between(
     queries: Segments, q: ndarray, keys: Segments, k: ndarray, bounds: Bounds, sink_ends: ndarray
 ) -> ndarray:
-    """Return the slices of query segments ``q`` with key segments ``k``, trimmed; none for two that do not meet."""
+    """Return trimmed slices between query segments ``q`` and key segments ``k``; drop pairs without work."""
     if not len(q):
         return NO_SLICES
     step = keys.step
     q_row, q_length, k_row, k_length = queries.row[q], queries.length[q], keys.row[k], keys.length[k]
     if bounds.sinks:
-        # Sinks are the first keys of their document: only the head of each key segment counts.
+        # Sinks are the document's first keys, so keep only each key segment's head.
         num_sinks = -((keys.start[k] - sink_ends[keys.document[k]]) // step)
         k_length = np.clip(num_sinks, 0, k_length)
-    # Tokens apart = step · (i − j) + offset, so bounds on tokens become bounds lo ≤ i − j ≤ hi on rows.
+    # Distance in tokens = step · (i − j) + offset, so bounds on tokens become bounds lo ≤ i − j ≤ hi on rows.
     offset = (queries.start[q] - step * q_row) - (keys.start[k] - step * k_row)
     lo, hi = np.full_like(offset, -OPEN), np.full_like(offset, OPEN)
     if bounds.least is not None:
@@ -133,7 +134,7 @@ def slices_between(
     # Trim query rows that see no key, and keys that no query sees.
     q_start, k_stop = np.maximum(q_row, k_row + lo), np.minimum(k_row + k_length, q_row + q_length - lo)
     q_stop, k_start = np.minimum(q_row + q_length, k_row + k_length + hi), np.maximum(k_row, q_row - hi)
-    # A bound that holds for every pair of the trimmed slice is dropped: kernels need no mask for open bands.
+    # Drop a bound that every pair in the trimmed slice satisfies: kernels skip masking for open bands.
     lo_holds, hi_holds = lo <= q_start - (k_stop - 1), hi >= (q_stop - 1) - k_start
     some = (q_start < q_stop) & (k_start < k_stop) & (lo <= hi) & (k_length > 0)
     lo, hi = np.where(lo_holds, OPEN, lo), np.where(hi_holds, OPEN, hi)
@@ -141,7 +142,7 @@ def slices_between(
 
 
 def shift_slices(table: ndarray, queries: ndarray | int = 0, keys: ndarray | int = 0) -> ndarray:
-    """Return the same work with query rows shifted by ``queries`` and key rows by ``keys``, for all or per slice."""
+    """Return the table with query rows shifted by ``queries`` and key rows by ``keys``, for all slices or per slice."""
     # Bands bound i − j, so they move by the difference; an open bound stays open.
     by = np.asarray(queries) - np.asarray(keys)
     moved = table.copy()
@@ -154,25 +155,25 @@ def shift_slices(table: ndarray, queries: ndarray | int = 0, keys: ndarray | int
 
 
 def area(table: ndarray) -> int:
-    """Return the number of row pairs inside the bands of a table: a causal slice of n rows has n(n+1)/2."""
+    """Count the row pairs inside all bands: a causal slice with n rows has n(n+1)/2."""
     return int(areas(table).sum())
 
 
 def areas(table: ndarray) -> ndarray:
-    """Return the number of pairs of each slice."""
+    """Count the row pairs per slice."""
     q_start, q_stop, k_start, k_stop, lo, hi = table.T[:STEP]
-    # Pairs with i − j ≤ hi, less those with i − j < lo, both counted from the corner of the slice.
+    # Pairs with i − j ≤ hi minus pairs with i − j < lo, both relative to the slice's first row and key.
     n, m, first = q_stop - q_start, k_stop - k_start, q_start - k_start
     below = np.where(lo == OPEN, -OPEN, lo) - 1
     return _num_at_most(n, m, hi - first) - _num_at_most(n, m, below - first)
 
 
 def _num_at_most(n: ndarray, m: ndarray, bound: ndarray) -> ndarray:
-    """Count the pairs (i, j) of an n × m rectangle with i − j ≤ bound: row i has the keys from i − bound on."""
+    """Count pairs (i, j) in an n × m rectangle with i − j ≤ bound: row i has the keys from i − bound on."""
     bound = np.clip(bound, -m, n)
 
     def staircase(height: ndarray) -> ndarray:
-        # Σ max(0, height − i) over the n rows, in closed form
+        # Σ max(0, height − i) over the n rows, in closed form.
         rows = np.clip(height, 0, n)
         return rows * height - rows * (rows - 1) // 2
 
@@ -189,7 +190,6 @@ def _table(
     step: int = 1,
     offset: ndarray | int = 0,
 ) -> ndarray:
-    """Build a table from its columns."""
     table = np.empty((len(q_start), 8), dtype=np.int64)
     for number, column in enumerate((q_start, q_stop, k_start, k_stop, lo, hi, step, offset)):
         table[:, number] = column

@@ -1,6 +1,6 @@
-"""The work of one rank's cached keys with a chunk's queries. Pure.
+"""Attention work between one rank's cached keys and a chunk's queries. Pure.
 
-Queries visit the keys here, while in training keys visit the queries: a chunk has few tokens, its cache many.
+Here queries travel to the keys, while in training keys travel to the queries: a chunk has few tokens, its cache many.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from parallel.schedule.work import Mask, entries, strided_bounds
 
 
 def cached_work(queries: Runs, earlier: Runs, new: Runs, *, stop: int, mask: Mask, distances: bool) -> tuple[Work, ...]:
-    """Return the work of these queries of a chunk that ends before ``stop`` with a rank's keys; empty if there is none.
+    """Return the work for chunk queries with one rank's keys; empty if no query sees a key.
 
-    Key rows are counted in the runs of ``earlier``, which are all before the chunk, then in ``new``, of the chunk.
-    Query rows are counted in those of ``queries``. With ``distances`` each slice has its tokens' distance.
+    The chunk ends before token ``stop``. Key rows count through the runs in ``earlier``, which are all before the
+    chunk, then through ``new``, within the chunk; query rows through ``queries``. With ``distances`` each slice stores
+    its tokens' distance.
     """
     boundaries = np.array([0, stop])
     query_segments = cut_segments(queries, boundaries)
     keys, first_row = (*earlier, *new), 0
     slices, strided = [], []
     if mask.window is None and not distances:
-        # Every query sees every key before the chunk: one slice serves all of them.
+        # Every query sees every key before the chunk, so one slice covers them all.
         keys, first_row = new, count_tokens(earlier)
         slices.append(_rectangle(count_tokens(queries), first_row))
     bounds = mask_bounds(causal=mask.causal, window=mask.window, sink_tokens=mask.sink_tokens)
@@ -60,7 +61,7 @@ def _strided(queries: Segments, keys: Segments, boundaries: ndarray, mask: Mask)
     back = reach(mask.window, mask.stride)
     query_classes = sort_by_class(queries, boundaries, mask.stride, back, early=False)
     key_classes = sort_by_class(keys, boundaries, mask.stride, back, early=True)
-    # Caches are only for causal attention: no key is ahead.
+    # Caches exist only for causal attention: no key follows its query.
     (bounds,) = strided_bounds(mask)
     found = strided_work(query_classes, key_classes, bounds)
     if found is None:

@@ -1,4 +1,4 @@
-"""Costs of a rank's work: operations, and rows and bytes that it receives. Pure."""
+"""Costs per rank: FLOPs, and the rows and bytes that it receives. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from parallel.schedule.work import RingWork
 
 
 def flops(work: int, shape: AttentionShape, ulysses: int, rank: int) -> int:
-    """Return the operations of a forward pass: 2·(D + V) for each of ``work`` query-key pairs and each own head."""
+    """Return forward FLOPs: 2·(D + V) for each of ``work`` query-key pairs and each local head."""
     start, stop = HeadSplit.build(shape.num_heads, shape.num_kv_heads, ulysses).queries[rank % ulysses]
     return 2 * (stop - start) * shape.key_and_value_dim * work
 
@@ -19,14 +19,15 @@ def bytes_received(ring: RingWork, rank: int, shape: AttentionShape, transport: 
     split = HeadSplit.build(shape.num_heads, shape.num_kv_heads, ring.layout.ulysses)
     start, stop = split.keys[ulysses_rank]
     rows = _rows_received(ring, ring_rank, transport, ranks_per_node)
-    # Ring and Ulysses move different things: rows of this rank's heads, and heads of this rank's rows.
+    # Ring and Ulysses traffic add up: the ring moves other rows for this rank's heads, Ulysses other heads for its
+    # rows.
     keys_and_values = rows * (stop - start) * shape.key_and_value_dim * shape.bytes_per_value
     heads = split.bytes_received(ulysses_rank, ring.layout.num_local(rank), shape.bytes_per_value, shape)
     return keys_and_values + heads
 
 
 def rows_by_link(ring: RingWork, ring_rank: int, ranks_per_node: int) -> tuple[int, int]:
-    """Return (rows within the node, rows from other nodes) that ``two_level`` brings to a ring rank."""
+    """Return (rows from this node, rows from other nodes) that a ring rank receives under ``two_level``."""
     node, local_rank = divmod(ring_rank, ranks_per_node)
     ranks_in_node = range(node * ranks_per_node, (node + 1) * ranks_per_node)
     within = across = 0
@@ -34,9 +35,9 @@ def rows_by_link(ring: RingWork, ring_rank: int, ranks_per_node: int) -> tuple[i
         owner_node, owner_local_rank = divmod(owner, ranks_per_node)
         if owner == ring_rank:
             continue
-        if owner_node != node and owner_local_rank == local_rank:  # this rank holds the rows for its node
+        if owner_node != node and owner_local_rank == local_rank:  # this rank receives them for its node
             across += ring.rows_to_node(owner, ranks_in_node).num_rows
-        else:  # from a neighbour: its own rows, or rows that it holds
+        else:  # from a rank in this node: its own rows, or rows that it received for the node
             within += ring.hop(ring_rank, owner).num_rows
     return within, across
 

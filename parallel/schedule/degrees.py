@@ -1,4 +1,4 @@
-"""``degrees_of``: the context degree of each document of a micro-batch, and the imbalance of its attention. Pure."""
+"""Context degree per document in a micro-batch, and attention imbalance. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from parallel.schedule.segments import cut_segments
 
 @dataclass(frozen=True)
 class Degrees:
-    """Distribution of a micro-batch over its ranks."""
+    """How a micro-batch is distributed over ranks."""
 
     ranks: tuple[int, ...]
-    """Of each document that counts, the ranks that hold a part of it."""
+    """For each counted document, the number of ranks that hold a part."""
     fewest: tuple[int, ...]
-    """Of the same, the fewest that could hold it: its tokens over those of a rank, rounded up."""
+    """For each counted document, the fewest ranks that could hold it: its tokens over a rank's tokens, rounded up."""
     imbalance: float
-    """Attention of the busiest rank over the mean."""
+    """Attention work on the busiest rank over the mean."""
 
 
 def degrees_of(layout: SequenceLayout, documents: PackedDocuments, *, causal: bool = True) -> Degrees:
-    """Return the degrees of the documents that are neither empty nor padding. The work of padding counts."""
+    """Return the degrees for documents that are neither empty nor padding. Imbalance includes padding's work."""
     starts = np.asarray(documents.bounds, dtype=np.int64)
     lengths = np.diff(starts)
     held = np.zeros((layout.ring_degree, len(starts) - 1), dtype=bool)
@@ -44,7 +44,7 @@ def degrees_of(layout: SequenceLayout, documents: PackedDocuments, *, causal: bo
     counts[list(documents.padding or ())] = False
     some = np.flatnonzero(counts)
     return Degrees(
-        # The ranks that split heads hold a document together.
+        # Ulysses ranks hold a document together, so each ring rank counts as ``ulysses`` ranks.
         ranks=tuple((held.sum(0)[some] * layout.ulysses).tolist()),
         fewest=tuple((fewest[some] * layout.ulysses).tolist()),
         imbalance=float(work.max() * len(work) / work.sum()),
@@ -52,5 +52,5 @@ def degrees_of(layout: SequenceLayout, documents: PackedDocuments, *, causal: bo
 
 
 def _keys_seen(first: ndarray, count: ndarray, step: int) -> int:
-    """Count the keys that causal queries see: ``count`` tokens first, first + step, … of their document."""
+    """Count the keys that causal queries see: ``count`` tokens first, first + step, … in their document."""
     return int((count * (first + 1) + step * (count * (count - 1) // 2)).sum())

@@ -1,4 +1,4 @@
-"""HeadSplit, AttentionShape: the heads that a rank computes."""
+"""Heads per rank: HeadSplit, AttentionShape."""
 
 from __future__ import annotations
 
@@ -16,37 +16,41 @@ class HeadSplit:
     """Heads that each of ``ulysses`` ranks computes."""
 
     queries: tuple[HeadRange, ...]
-    """Query heads of each rank: disjoint, all of them."""
+    """Query heads per rank: disjoint; together all heads."""
     keys: tuple[HeadRange, ...]
-    """Key/value heads that each rank's query heads use; the same one may serve several ranks."""
+    """Key/value heads that each rank's query heads use; ranks may share one."""
     group_size: int
     """Query heads that share a key head."""
 
     @classmethod
     def build(cls, num_heads: int, num_kv_heads: int, ulysses: int) -> HeadSplit:
-        """Build the split. Raise ConfigError for fewer query heads than ranks, or if key heads do not divide them."""
+        """Build the split. Raise ConfigError if there are fewer query heads than ranks, or if key heads do not divide
+        them.
+        """
         check_heads(num_heads, num_kv_heads, ulysses)
         group = num_heads // num_kv_heads
-        # Rounded cuts differ by one head at most. A rank needs the key heads of its first to its last query head.
+        # Rounded cuts differ by at most one head. A rank needs the key heads from its first to its last query head.
         queries = [(num_heads * r // ulysses, num_heads * (r + 1) // ulysses) for r in range(ulysses)]
         keys = [(start // group, (stop - 1) // group + 1) for start, stop in queries]
         return cls(tuple(queries), tuple(keys), group)
 
     def key_of_query(self, rank: int) -> list[int] | None:
-        """Return for each query head of the rank its key head, counted in the rank's own; None if they group evenly."""
+        """Return the rank-local key head for each of the rank's query heads; None if they group evenly."""
         (start, stop), (first, last) = self.queries[rank], self.keys[rank]
         wanted = [head // self.group_size - first for head in range(start, stop)]
-        # Kernels group query heads evenly over key heads; if the rank's own do so too, nothing needs expanding.
+        # Kernels group query heads evenly over key heads; if the local heads do so too, keys need no expansion.
         even, rest = divmod(stop - start, last - first)
         if not rest and wanted == [head // even for head in range(stop - start)]:
             return None
         return wanted
 
     def bytes_received(self, rank: int, num_local: int, bytes_per_value: int, shape: AttentionShape) -> int:
-        """Return the bytes that a rank receives by trading in a forward pass: its heads of others' rows, and back."""
+        """Return the bytes that a rank receives in the forward all-to-alls: its heads for all rows, and its rows'
+        outputs.
+        """
         (start, stop), (first, last) = self.queries[rank], self.keys[rank]
         value_dim = shape.key_and_value_dim - shape.head_dim
-        # First queries, keys and values of this rank's heads; after attention the output of its rows' other heads.
+        # Before attention: queries, keys and values for this rank's heads. After it: outputs for its rows' other heads.
         row = (stop - start) * shape.head_dim + (last - first) * shape.key_and_value_dim
         others = num_local * (len(self.queries) - 1) * row
         back = num_local * (shape.num_heads - (stop - start)) * value_dim
@@ -54,7 +58,7 @@ class HeadSplit:
 
 
 def check_heads(num_heads: int, num_kv_heads: int, ulysses: int) -> None:
-    """Raise ConfigError unless so many ranks can share the heads."""
+    """Raise ConfigError unless ``ulysses`` ranks can share the heads."""
     if num_heads % num_kv_heads:
         raise ConfigError(f"{num_kv_heads} key heads do not divide {num_heads} query heads.")
     if ulysses > num_heads:
@@ -65,18 +69,18 @@ def check_heads(num_heads: int, num_kv_heads: int, ulysses: int) -> None:
 
 
 class AttentionShape(NamedTuple):
-    """Sizes that convert rows to bytes, and query-key pairs to floating-point operations."""
+    """Sizes that convert rows to bytes, and query-key pairs to FLOPs."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     bytes_per_value: int
     value_dim: int | None = None
-    """Head size of the values; None when it is ``head_dim``."""
+    """Head size for values; None if equal to ``head_dim``."""
 
     @property
     def key_and_value_dim(self) -> int:
-        """Sum of both head sizes."""
+        """Sum over both head sizes."""
         if self.value_dim is None:
             return 2 * self.head_dim
         return self.head_dim + self.value_dim

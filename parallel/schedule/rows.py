@@ -1,4 +1,4 @@
-"""RowRanges: rows of a rank that are sent, and their places among those that have arrived. Pure."""
+"""RowRanges: local rows to send, and their offsets among the received rows. Pure."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 
 
 class RowRanges:
-    """Ascending disjoint ranges [start, stop) of rows.
+    """Ascending, disjoint row ranges [start, stop).
 
-    Derived data (an index on a device, their position in others) is built once.
+    Derived data (device index, offsets within other ranges) is built once.
     """
 
     def __init__(self, starts: ndarray, stops: ndarray) -> None:
-        """Take ranges that are ascending and disjoint; ``union`` makes such ranges."""
+        """Store ascending, disjoint ranges; ``union`` builds such ranges from any."""
         self.starts, self.stops = starts, stops
         self._index: dict[torch.device, Tensor] = {}
         self._located: list[tuple[RowRanges, RowRanges]] = []
 
     @classmethod
     def whole(cls, num_rows: int) -> RowRanges:
-        """Return the rows from 0 on."""
+        """Return rows [0, num_rows) as one range."""
         return cls(np.array([0]), np.array([num_rows]))
 
     @classmethod
     def union(cls, parts: Sequence[RowRanges]) -> RowRanges:
-        """Return the rows that at least one of these holds."""
+        """Return the rows that at least one part contains."""
         return union(np.concatenate([p.starts for p in parts]), np.concatenate([p.stops for p in parts]))
 
     def __len__(self) -> int:
@@ -56,21 +56,21 @@ class RowRanges:
         return int((self.stops - self.starts).sum())
 
     def index(self, device: torch.device) -> Tensor:
-        """Return the indices of all rows, one after another."""
+        """Return all row indices, concatenated."""
         if device not in self._index:
-            # Built on the CPU and copied once: every layer of a batch takes the same rows.
+            # Built on the CPU and copied once: every layer in a batch uses the same rows.
             lengths = self.stops - self.starts
             rows = np.arange(self.num_rows) + np.repeat(self._unpacking_shifts, lengths)
             self._index[device] = torch.from_numpy(rows).to(device, non_blocking=True)
         return self._index[device]
 
     def packing_shifts(self, rows: ndarray) -> ndarray:
-        """Return how far each of these rows, which the ranges hold, moves when they are packed together."""
+        """Return how far each of these rows, which the ranges contain, moves if the ranges are packed together."""
         return -self._unpacking_shifts[np.searchsorted(self.starts, rows, side="right") - 1]
 
     def located_in(self, within: RowRanges) -> RowRanges:
-        """Return the places of the rows among the packed rows of ``within``, which hold them all."""
-        # By identity: comparing ranges would cost as much as locating them, and there are only a few.
+        """Return these rows' offsets among the packed rows of ``within``, which must contain them all."""
+        # Look up by identity: comparing ranges costs as much as the computation, and the list is short.
         for known, located in self._located:
             if known is within:
                 return located
@@ -81,14 +81,14 @@ class RowRanges:
 
     @cached_property
     def _unpacking_shifts(self) -> ndarray:
-        """Distance by which the rows of each range move from their packed places."""
+        """How far each range's rows move from their packed offsets."""
         lengths = self.stops - self.starts
         return self.starts - (np.cumsum(lengths) - lengths)
 
 
 def union(starts: ndarray, stops: ndarray) -> RowRanges:
-    """Return the ranges that hold the rows of these ranges, which may overlap and come in any order."""
-    # Sorted by start, a range begins wherever a start is beyond everything before it.
+    """Merge ranges, which may overlap and be unordered."""
+    # After sorting by start, a new range begins where a start exceeds all previous ends.
     order = np.argsort(starts, kind="stable")
     starts, reach = starts[order], np.maximum.accumulate(stops[order])
     gaps = starts[1:] > reach[:-1]

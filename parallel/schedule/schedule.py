@@ -1,8 +1,8 @@
-"""``Schedule``: the work of each rank with each rank's keys. Pure; needs no process.
+"""``Schedule``: each rank's work with each other rank's keys. Pure; needs no process.
 
-A *ring rank* stands for the ranks that hold the same rows: a single rank, or the ``ulysses`` ranks that share its rows
-by heads. For each two ring ranks the schedule knows the owner's rows that are sent to the receiver (only those that
-some query there sees) and the receiver's work with them.
+A *ring rank* represents the ranks that hold the same rows: a single rank, or the ``ulysses`` ranks that split its
+heads. For every ordered pair of ring ranks, the schedule contains the rows that the owner sends (only those that some
+query on the receiver sees) and the receiver's work with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallel.schedule.work import Hop, RingWork
 
 
 class Schedule(RingWork):
-    """Work of every rank for one layout, one set of documents and one mask."""
+    """Every rank's work for one layout, one set of documents and one mask."""
 
     @classmethod
     def build(
@@ -38,13 +38,15 @@ class Schedule(RingWork):
         stride: int = 0,
         key_documents: PackedDocuments | None = None,
     ) -> Schedule:
-        """Build the schedule of a layout for documents that end at ``cu_seqlens`` (default: one document).
+        """Build the schedule for documents that end at ``cu_seqlens`` (default: one document).
 
-        A query sees the keys of its document with 0 ≤ i − j (any, if not causal), with a window those with
-        0 ≤ i − j < window (|i − j| < window), and also the document's first ``sink_tokens``, however far before it,
-        or, if causal, those any multiple of ``stride`` before it.
-        With ``key_documents`` (cross attention) the keys are another sequence's, in ``key_layout``: a query sees all
-        keys of the document with its own document's number, and none if that is empty.
+        A query sees the keys in its document with 0 ≤ i − j (any, if not causal). With a window it sees those with 0 ≤
+        i − j < window (|i − j| < window), plus the document's first ``sink_tokens`` at any distance or, if causal,
+        every key a multiple of ``stride`` before it.
+
+        With ``key_documents`` (cross attention) the keys belong to another sequence, in ``key_layout``: a query sees
+        all keys in the key document with its own document's index; no keys if that document is empty.
+
         Raise ConfigError if the boundaries do not ascend from 0 to the layout's token count, or the mask is invalid.
         """
         documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
@@ -61,15 +63,15 @@ class Schedule(RingWork):
         return cls(layout, key_layout, documents.bounds, False, None, 0, key_cu_seqlens=key_documents.bounds)
 
     def with_distances(self) -> Schedule:
-        """Return the same schedule with each slice's distances, for scores that depend on them."""
+        """Return the schedule with each slice's distances, for scores that depend on them."""
         if self.distances:
             return self
         return replace(self, distances=True)
 
     @property
     def digest(self) -> str:
-        """Fingerprint, which must be the same on all ranks that share a sequence."""
-        # `distances` is left out: it changes the work of a rank, not the rows that are sent.
+        """Checksum, equal on all ranks that share a sequence."""
+        # `distances` is excluded: it changes a rank's work, not the rows that are sent.
         layouts = [(x.kind, x.num_tokens, x.degree, x.ulysses, x.runs) for x in (self.layout, self.key_layout)]
         mask = (self.cu_seqlens, self.causal, self.window, self.sink_tokens, self.stride)
         if self.key_cu_seqlens is not None:
@@ -77,7 +79,7 @@ class Schedule(RingWork):
         return blake2b(repr((layouts, mask)).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
-        """Return layout and mask on one line."""
+        """Return a one-line summary with layout and mask."""
         layout = self.layout
         kind = "bidirectional"
         if self.causal:
@@ -95,62 +97,66 @@ class Schedule(RingWork):
         return described
 
     def hops(self, rank: int) -> tuple[Hop, ...]:
-        """Return a rank's work; entry h meets the keys of the ring rank h before its own (entry 0: its own)."""
+        """Return a rank's work per hop; hop h uses the keys of the ring rank h positions before its own (hop 0: its
+        own).
+        """
         degree = self.layout.ring_degree
         receiver = rank // self.layout.ulysses
-        # In each hop every ring rank receives from one other and sends to one other: the load on links is even.
+        # The ring's timeline: at hop h, ring rank r computes with the keys from ring rank r − h. Invariant: in each hop
+        # every ring rank is the receiver once and the owner once, which balances the links.
         return tuple(self.hop(receiver, (receiver - h) % degree) for h in range(degree))
 
     def pairs(self, rank: int) -> tuple[tuple[AttentionSlice, ...], ...]:
-        """Return each hop's slices, with query rows counted in the ring rank's rows and key rows as they arrive.
+        """Return each hop's slices: query rows count within the ring rank's rows, key rows as received.
 
-        They do not include a stride's work: it counts rows in another order, see ``Hop.work``.
+        They exclude a stride's work, which counts rows in another order; see ``Hop.work``.
         """
         pairs: list[tuple[AttentionSlice, ...]] = []
         for hop in self.hops(rank):
             if not hop.work:
                 pairs.append(())
                 continue
-            # A hop's slices count from the first query row that has work in it.
+            # A hop's slices count from its first query row with work.
             table = shifted(hop.work[0].slices, queries=hop.queries[0])
             pairs.append(table_slices(table))
         return tuple(pairs)
 
     def rows_received(self, rank: int) -> int:
-        """Return the number of key/value rows that a rank's ring rank receives from the others."""
+        """Return how many key/value rows a rank's ring rank receives."""
         return sum(hop.num_rows for hop in self.hops(rank)[1:])
 
     def work(self, rank: int) -> int:
-        """Return the number of query-key pairs of tokens that a rank's ring rank computes, for each head."""
+        """Return how many query-key pairs a rank's ring rank computes per head."""
         return sum(area(work.slices.numpy()) for hop in self.hops(rank) for work in hop.work)
 
     def imbalance(self) -> float:
         """Return the most work on a ring rank over the mean: 1.0 if attention is even."""
-        # One rank of each ring rank: the others split its heads and have the same pairs.
+        # One rank per ring rank suffices: the others split its heads and have the same pairs.
         work = [self.work(rank) for rank in range(0, self.layout.degree, self.layout.ulysses)]
         return max(work) * len(work) / sum(work)
 
     def flops(self, rank: int, shape: AttentionShape) -> int:
-        """Return the FLOPs of a rank's forward pass, 2·(D + V) per pair and head; backward takes 2.5 × that."""
+        """Return a rank's forward FLOPs, 2·(D + V) per pair and head; backward takes 2.5 × that."""
         return costs.flops(self.work(rank), shape, self.layout.ulysses, rank)
 
     def bytes_received(
         self, rank: int, shape: AttentionShape, transport: str = "p2p", ranks_per_node: int | None = None
     ) -> int:
-        """Return the bytes that a rank receives in a forward pass: keys and values, and heads if Ulysses trades them.
+        """Return the bytes that a rank receives in a forward pass: keys and values, and heads if Ulysses exchanges
+        them.
 
-        ``p2p`` brings the needed rows, ``all_gather`` all rows, ``two_level`` the needed rows plus, at the rank that
-        hands rows round in its node (of ``ranks_per_node`` ring ranks), those that it passes on and does not need.
+        ``p2p`` delivers the needed rows, ``all_gather`` all rows. ``two_level`` delivers the needed rows plus rows that
+        the rank only forwards within its node (with ``ranks_per_node`` ring ranks).
         """
         return costs.bytes_received(self, rank, shape, transport, ranks_per_node)
 
     def rows_by_link(self, ring_rank: int, ranks_per_node: int) -> tuple[int, int]:
-        """Return (rows within the node, rows from other nodes) that ``two_level`` brings to a ring rank."""
+        """Return (rows from this node, rows from other nodes) that a ring rank receives under ``two_level``."""
         return costs.rows_by_link(self, ring_rank, ranks_per_node)
 
 
 def check_window(window: int | None, sink_tokens: int) -> None:
-    """Raise ConfigError unless the two make a mask."""
+    """Raise ConfigError unless window and sink tokens form a valid mask."""
     if window is not None and window < 1:
         raise ConfigError(f"window={window} must be at least 1 (a query sees itself), or None for no window.")
     if sink_tokens < 0 or (sink_tokens and window is None):
@@ -161,7 +167,7 @@ def check_window(window: int | None, sink_tokens: int) -> None:
 
 
 def check_stride(stride: int, window: int | None, sink_tokens: int) -> None:
-    """Raise ConfigError unless a stride goes with the rest of the mask."""
+    """Raise ConfigError unless the stride is compatible with the mask."""
     if stride < 0 or (stride and (window is None or sink_tokens)):
         raise ConfigError(
             f"stride={stride} (0 for none) needs a window, and goes with no sink tokens; got window={window}, "
@@ -172,7 +178,7 @@ def check_stride(stride: int, window: int | None, sink_tokens: int) -> None:
 def check_key_documents(
     layout: SequenceLayout, documents: PackedDocuments, keys: SequenceLayout, key_documents: PackedDocuments
 ) -> None:
-    """Raise ConfigError unless each document has one of keys, and both sequences are on the same ranks."""
+    """Raise ConfigError unless query and key documents correspond one to one, and both sequences share their ranks."""
     if key_documents.num_documents != documents.num_documents:
         raise ConfigError(
             f"the queries have {documents.num_documents} documents, the keys {key_documents.num_documents}: each query "
@@ -188,7 +194,7 @@ def check_key_documents(
 
 
 def check_key_layout(layout: SequenceLayout, keys: SequenceLayout, stride: int) -> None:
-    """Raise ConfigError unless the keys may have this layout."""
+    """Raise ConfigError unless keys may have this layout."""
     if (keys.num_tokens, keys.ring_degree) != (layout.num_tokens, layout.ring_degree):
         raise ConfigError(
             f"the keys' layout has {keys.num_tokens} tokens on {keys.ring_degree} ring ranks, the queries' "

@@ -1,4 +1,4 @@
-"""StatePlan: the linear-attention states that are sent."""
+"""StatePlan: which linear-attention states ranks send."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from parallel.layout.sequence import SequenceLayout
 
 
 class Open(NamedTuple):
-    """Segment (neighbouring tokens of one document on one rank) whose document has other segments."""
+    """Segment (neighbouring tokens from one document on one rank) whose document has other segments."""
 
     document: int
     start: int
-    """Its first global token."""
+    """First global token."""
     segment: int
-    """Its number among its rank's segments."""
+    """Index among the rank's segments."""
 
 
 class Source(NamedTuple):
-    """Segment of which a rank sends data."""
+    """Segment for which a rank sends data."""
 
     start: int
-    """Its first global token."""
+    """First global token."""
     rank: int
     slot: int
-    """Its number among those that the rank sends."""
+    """Index among the rank's sent segments."""
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """States that are sent for one layout and one set of documents. Pure; the same on every rank."""
+    """Linear-attention states to send for one layout and one set of documents. Pure; equal on every rank."""
 
     layout: SequenceLayout
     cu_seqlens: tuple[int, ...]
     causal: bool
     ends: tuple[tuple[int, ...], ...]
-    """For each rank the ends of its segments in local rows, from 0."""
+    """Per rank, segment ends in local rows, from 0."""
     given: tuple[tuple[Open, ...], ...]
-    """For each rank the segments whose state others need, in local (and global) order."""
+    """Per rank, segments whose state other segments need, in local (and global) order."""
     taken: tuple[tuple[Open, ...], ...]
-    """For each rank the segments that need the state of others, in local (and global) order."""
+    """Per rank, segments that need other segments' states, in local (and global) order."""
 
     @classmethod
     def build(
@@ -60,21 +60,21 @@ class StatePlan:
         *,
         causal: bool = True,
     ) -> StatePlan:
-        """Build the plan: if causal, a segment gives to the later segments of its document, else to all others.
+        """Build the plan: if causal, a segment sends to later segments in its document, otherwise to all others.
 
-        Raise ConfigError if the layout deals single tokens, or if the documents do not fit it.
+        Raise ConfigError if the layout assigns single tokens, or if the documents do not fit it.
         """
         documents = PackedDocuments.of(cu_seqlens, layout.num_tokens)
         return _build_plan(layout, documents.bounds, causal)
 
     @property
     def digest(self) -> str:
-        """Fingerprint, which must be the same on all ranks that share a sequence."""
+        """Checksum, equal on all ranks that share a sequence."""
         inputs = (self.layout.kind, self.layout.runs, self.layout.ulysses, self.cu_seqlens, self.causal)
         return blake2b(repr(inputs).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
-        """Return layout and mask on one line."""
+        """Return a one-line summary with layout and mask."""
         layout = self.layout
         kind = "bidirectional"
         if self.causal:
@@ -86,15 +86,15 @@ class StatePlan:
 
     @property
     def num_given(self) -> int:
-        """Number of states that each rank sends in a forward pass: as many as the rank that has most of them."""
+        """Number of states that every rank sends in a forward pass: the maximum over ranks."""
         return max(map(len, self.given))
 
     def length(self, rank: int, segment: int) -> int:
-        """Return the number of tokens of a rank's segment."""
+        """Return the token count of a rank's segment."""
         return self.ends[rank][segment + 1] - self.ends[rank][segment]
 
     def sources(self, document: int, sent: Sequence[Sequence[Open]]) -> list[Source]:
-        """Return the segments of a document among those that ranks send, in the order of the sequence."""
+        """Return a document's segments among the sent ones, in sequence order."""
         sources = []
         for rank, of_rank in enumerate(sent):
             for slot, x in enumerate(of_rank):
@@ -103,10 +103,10 @@ class StatePlan:
         return sorted(sources)
 
     def rows_before(self, x: Open, reach: int) -> list[tuple[Source, int, int]]:
-        """Return the segments with the ``reach`` tokens before ``x``, each with its number of tokens and of those
-        between.
+        """Return the segments that hold the ``reach`` tokens before ``x``, as (source, tokens, tokens between it and
+        ``x``).
 
-        The nearest comes first. There are fewer tokens if the document begins later.
+        The nearest comes first. They hold fewer tokens if the document starts within ``reach``.
         """
         rows, between = [], 0
         for source in reversed(self.sources(x.document, self.given)):
@@ -117,18 +117,18 @@ class StatePlan:
         return rows
 
     def segments(self, rank: int) -> Segments:
-        """Return the rank's segments, as the one-device kernel takes them."""
+        """Return the rank's segments in the single-device kernel's format."""
         takes = tuple(x.segment for x in self.taken[rank])
         gives = tuple(x.segment for x in self.given[rank])
         return Segments(PackedDocuments.of(self.ends[rank]), takes, gives)
 
 
 class _Segment(NamedTuple):
-    """Neighbouring tokens of one document on one rank."""
+    """Neighbouring tokens from one document on one rank."""
 
     document: int
     start: int
-    """Its first global token."""
+    """First global token."""
     stop: int
 
 
@@ -144,9 +144,9 @@ def _build_plan(layout: SequenceLayout, cu_seqlens: tuple[int, ...], causal: boo
     taken: list[tuple[Open, ...]] = []
     ends: list[tuple[int, ...]] = []
     for own in by_rank:
-        # A document within one segment needs no state of another.
+        # A document within one segment needs no remote state.
         opened = [Open(x.document, x.start, n) for n, x in enumerate(own) if len(starts[x.document]) > 1]
-        # If causal, a document's last segment gives to no other, and its first takes from no other.
+        # If causal, a document's last segment sends its state to no segment, and its first receives from no segment.
         given.append(tuple(x for x in opened if not causal or x.start != last[x.document]))
         taken.append(tuple(x for x in opened if not causal or x.start != first[x.document]))
         ends.append(tuple(itertools.accumulate((x.stop - x.start for x in own), initial=0)))
@@ -154,7 +154,7 @@ def _build_plan(layout: SequenceLayout, cu_seqlens: tuple[int, ...], causal: boo
 
 
 def _segments(layout: SequenceLayout, cu_seqlens: tuple[int, ...], rank: int) -> list[_Segment]:
-    """Return the rank's rows as segments; neighbouring runs of a document are one."""
+    """Return the rank's rows as segments; merge neighbouring runs in one document."""
     found: list[_Segment] = []
     for run in layout.rank_runs(rank):
         if run.step > 1 and run.count > 1:
@@ -162,7 +162,7 @@ def _segments(layout: SequenceLayout, cu_seqlens: tuple[int, ...], rank: int) ->
                 f"parallel.layout={layout.kind!r} deals single tokens; linear attention sums over runs of neighbours. "
                 f"Use parallel.layout='contiguous' (or zigzag or balanced)."
             )
-        # The run is cut at the boundaries of documents; empty documents on the way give no segment.
+        # Cut the run at document boundaries; empty documents yield no segment.
         start, document = run.start, bisect_right(cu_seqlens, run.start) - 1
         while start < run.stop:
             stop = min(run.stop, cu_seqlens[document + 1])

@@ -1,8 +1,7 @@
-"""A stride's work between two ranks: rows sorted by class, then bands as between any other rows. Pure.
+"""Strided attention between two ranks: sort rows by class, then compute bands as for any other rows. Pure.
 
-Tokens whose indices in their document are equal modulo the stride are a class
-(``longctx/model/attention/strided.py``). Those of one class in one segment are equally far apart, so a difference
-of row indices is a distance once a segment's rows are sorted by class.
+Tokens whose document indices are equal modulo the stride form a class (``longctx/model/attention/strided.py``). Within
+a segment, tokens in one class are equally spaced, so after sorting by class a difference of row indices is a distance.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from parallel.schedule.segments import Segments, expand_ranges
 
 @dataclass(frozen=True)
 class ClassSegments:
-    """Rows of one rank, those of each segment sorted by class."""
+    """One rank's rows, sorted by class within each segment."""
 
     pieces: Segments
-    """The classes of each segment, by class; their ``document`` is the class (its first token), and rows count in
+    """Each segment's classes, sorted by class; ``document`` is the class id (its first token), and rows index into
     ``order``."""
     segment: ndarray
-    """The segment of each piece."""
+    """Segment index per piece."""
     order: ndarray
-    """The local row of every sorted row."""
+    """Local row for every sorted row."""
 
     def single_rows(self) -> ClassSegments:
-        """Return the same rows, each as a piece of its own."""
+        """Return the same rows, with one piece per row."""
         return ClassSegments(self.pieces.single_rows(), np.repeat(self.segment, self.pieces.length), self.order)
 
 
@@ -42,9 +41,9 @@ class StridedWork(NamedTuple):
     """Slices between rows that are first gathered in another order."""
 
     query_rows: ndarray
-    """Each at most once, in the order in which the slices count them."""
+    """Each row at most once, in the order in which the slices count them."""
     key_rows: ndarray
-    """Likewise."""
+    """As ``query_rows``, for keys."""
     slices: ndarray
 
     def shifted(self, queries: int = 0, keys: ndarray | int = 0) -> StridedWork:
@@ -52,35 +51,36 @@ class StridedWork(NamedTuple):
         return self._replace(query_rows=self.query_rows + queries, key_rows=self.key_rows + keys)
 
     def entry(self) -> Work:
-        """Return the work in the form that a kernel's caller takes."""
+        """Convert to the form that kernel callers expect."""
         query_rows, key_rows, slices = (torch.from_numpy(array) for array in self)
         return Work(query_rows, key_rows, slices)
 
 
 def sort_by_class(segments: Segments, boundaries: ndarray, stride: int, reach: int, *, early: bool) -> ClassSegments:
-    """Return the rank's rows by class, without those that are too early in their document to have work.
+    """Return the rank's rows by class, dropping rows too early in their document to have work.
 
-    A row has work with tokens at least ``reach`` before it; ``early`` rows have it with tokens at least so far after.
+    A row has work with tokens at least ``reach`` before it; with ``early``, with tokens at least ``reach`` after it.
     """
     segments = _with_work(segments, boundaries, reach, early=early)
-    step = lcm(stride, segments.step)  # between tokens of a class that are neighbours on the rank
+    step = lcm(stride, segments.step)  # between neighbouring tokens in a class on this rank
     num_classes = step // segments.step
-    # The first num_classes rows of a segment are of different classes; each of the others belongs to one of them.
+    # A segment's first num_classes rows are all in different classes, one per class: every later row joins one of
+    # these.
     segment, row_in_segment = expand_ranges(np.zeros_like(segments.length), np.minimum(segments.length, num_classes))
     start = segments.start[segment] + row_in_segment * segments.step
     length = -((row_in_segment - segments.length[segment]) // num_classes)
     document = segments.document[segment]
-    # A class is named by its first token in the document, a number that no other document has.
+    # Name a class by its first token in the document, which is unique over all documents.
     kind = boundaries[document] + (start - boundaries[document]) % stride
     row = np.cumsum(length) - length
-    # Meeting segments are found by binary search, which needs them by class and then by token.
+    # Overlapping segments are found by binary search, which requires order by class, then token.
     by_class = np.lexsort((start, kind))
     pieces = Segments(kind[by_class], start[by_class], length[by_class], row[by_class], step)
     return ClassSegments(pieces, segment[by_class], _class_order(segments, num_classes))
 
 
 def _with_work(segments: Segments, boundaries: ndarray, reach: int, *, early: bool) -> Segments:
-    """Return the segments' parts with tokens of their document at least ``reach`` before (``early``: after) them."""
+    """Clip each segment to rows with document tokens at least ``reach`` before (``early``: after) them."""
     least, most = boundaries[segments.document], boundaries[segments.document + 1]
     if early:
         most = most - reach
@@ -95,19 +95,19 @@ def _with_work(segments: Segments, boundaries: ndarray, reach: int, *, early: bo
 
 
 def _class_order(segments: Segments, num_classes: int) -> ndarray:
-    """Return the local rows of the segments, each segment's by class."""
+    """Return the segments' local rows, each segment's sorted by class."""
     segment, row_in_segment = expand_ranges(np.zeros_like(segments.length), segments.length)
-    # Stable: rows of a class stay in the order of the sequence.
+    # A stable sort keeps each class in sequence order.
     order = np.argsort(segment * num_classes + row_in_segment % num_classes, kind="stable")
     return (segments.row[segment] + row_in_segment)[order]
 
 
 def strided_work(queries: ClassSegments, keys: ClassSegments, bounds: Bounds) -> StridedWork | None:
-    """Return the queries' work with keys outside of their windows, rows counted as the ranks hold them; None if none.
+    """Return the queries' work with keys outside their windows, in local row indices; None if no pair has work.
 
-    ``bounds`` are the tokens beyond a window on one side. The result names only the rows that have work.
+    ``bounds`` describe the tokens beyond a window on one side. The result contains only rows with work.
     """
-    # If the two step differently, a difference of rows measures distance only between single rows.
+    # With different steps, a row difference measures distance only between single rows.
     if queries.pieces.step != keys.pieces.step:
         queries = queries.single_rows()
     q, k = meeting_segments(queries.pieces, keys.pieces, bounds)
@@ -116,7 +116,7 @@ def strided_work(queries: ClassSegments, keys: ClassSegments, bounds: Bounds) ->
     table = slices_between(queries.pieces, q[order], keys.pieces, k[order], bounds, no_sinks)
     if not len(table):
         return None
-    # Only rows with work are gathered, so slices count them without those that are left out.
+    # Only rows with work are gathered, so slice indices must skip the dropped rows.
     query_rows, queries_left_out = _rows_with_work(queries.order, table[:, Q_START], table[:, Q_STOP])
     key_rows, keys_left_out = _rows_with_work(keys.order, table[:, K_START], table[:, K_STOP])
     table = shift_slices(table, -queries_left_out[table[:, Q_START]], -keys_left_out[table[:, K_START]])
@@ -124,8 +124,8 @@ def strided_work(queries: ClassSegments, keys: ClassSegments, bounds: Bounds) ->
 
 
 def _rows_with_work(order: ndarray, starts: ndarray, stops: ndarray) -> tuple[ndarray, ndarray]:
-    """Return the rows that some slice names, and for each index of the order the number of unnamed rows before it."""
-    # +1 where a slice begins, −1 where it ends: the running sum counts the slices that cover a row.
+    """Return the rows that some slice covers and, per index in the order, the number of uncovered rows before it."""
+    # +1 at a slice's start and −1 at its end: the running sum counts the slices that cover a row.
     edges = np.bincount(starts, minlength=len(order) + 1) - np.bincount(stops, minlength=len(order) + 1)
     named = edges.cumsum()[:-1] > 0
     return order[named], (~named).cumsum()

@@ -1,7 +1,7 @@
-"""Work of one rank with the keys of another, and the rows that are sent for it. Pure.
+"""One rank's work with another rank's keys, and the rows that must be sent for it. Pure.
 
-*Local* work counts the rows of both ranks as the ranks hold them. A hop counts key rows as they arrive, packed
-together, and query rows from the first that has work.
+*Local* work uses both ranks' local row indices. A hop counts key rows as received, packed together, and query rows from
+the first one with work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Mask(NamedTuple):
-    """Mask of the keys of its document that a query sees; see ``Schedule.build``."""
+    """Which keys in its document a query sees; see ``Schedule.build``."""
 
     causal: bool
     window: int | None
@@ -47,39 +47,39 @@ class Mask(NamedTuple):
 
 @dataclass(frozen=True)
 class Hop:
-    """Work of one ring rank with one owner's keys."""
+    """One ring rank's work with one owner's keys."""
 
     owner: int
-    """Ring rank whose keys these are."""
+    """Ring rank that owns the keys."""
     rows: RowRanges
-    """The owner's local rows that travel, in ascending order; the receiver sees them packed together."""
+    """The owner's local rows to send, ascending; the receiver gets them packed together."""
     queries: tuple[int, int]
-    """Hull [start, stop) of the local query rows with work."""
+    """Hull [start, stop) around the local query rows with work."""
     work: tuple[Work, ...]
-    """Query rows count from ``queries[0]``, key rows from the first packed row. The first entry covers all of them with
-    the mask's bands, the others gather rows for a stride; empty where no query sees a key."""
+    """Query rows count from ``queries[0]``, key rows from the first packed row. The first entry covers all rows with
+    the mask's bands, the others gather rows for a stride; empty if no query sees a key."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that are sent."""
+        """Number of rows sent."""
         return self.rows.num_rows
 
 
 class Partners(NamedTuple):
-    """Ring ranks that a ring rank may exchange rows with; it never does with any other."""
+    """Ring ranks with which a ring rank may exchange rows."""
 
     ring_rank: int
     degree: int
     owners: frozenset[int]
-    """Others with a key that some query of the ring rank may see."""
+    """Other ring ranks with a key that some local query may see."""
     receivers: frozenset[int]
-    """Others with a query that may see some key of the ring rank."""
+    """Other ring ranks with a query that may see some local key."""
     are_known: bool = True
-    """False where nobody has looked: then they are all others."""
+    """False if the search was skipped; owners and receivers are then all other ranks."""
 
     @property
     def hops(self) -> list[int]:
-        """Hops, from 1, in which the ring rank may receive or send; its keys' owner is so many ranks before it."""
+        """Hops, from 1, in which the ring rank may receive or send; at hop h it uses keys owned h ranks before it."""
         receives = {(self.ring_rank - owner) % self.degree for owner in self.owners}
         sends = {(receiver - self.ring_rank) % self.degree for receiver in self.receivers}
         return sorted(receives | sends)
@@ -87,32 +87,32 @@ class Partners(NamedTuple):
 
 @dataclass(frozen=True)
 class RingWork:
-    """Work between every two ring ranks, each built once, when it is first needed."""
+    """Work between every pair of ring ranks; each entry is built once, on first use."""
 
     layout: SequenceLayout
     key_layout: SequenceLayout
-    """Where the keys live; the same as ``layout`` in self-attention."""
+    """Placement of keys; the same as ``layout`` in self-attention."""
     cu_seqlens: tuple[int, ...]
     causal: bool
     window: int | None
     sink_tokens: int
     stride: int = 0
     distances: bool = False
-    """Whether every slice tells its tokens' distance; without, pieces of a document are taken together."""
+    """True if every slice stores its tokens' distance; otherwise pieces in one document are merged."""
     key_cu_seqlens: tuple[int, ...] | None = None
-    """The keys' own documents, in cross attention: a query sees all keys of the document with its own's number."""
+    """The keys' documents in cross attention: a query sees all keys in the document with its own document's index."""
     _built: dict = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def hop(self, receiver: int, owner: int) -> Hop:
-        """Return the work of ring rank ``receiver`` with the keys of ring rank ``owner``."""
+        """Return ring rank ``receiver``'s work with ring rank ``owner``'s keys."""
         return self._once(("hop", receiver, owner), lambda: self._build_hop(receiver, owner))
 
     def rows_needed(self, receiver: int, owner: int) -> RowRanges:
-        """Return the owner's local rows that some query of the receiver sees: those of their ``hop``, not its work."""
+        """Return the owner's local rows that some receiver query sees: the rows of their ``hop``, without its work."""
         if receiver == owner or ("hop", receiver, owner) in self._built:
             return self.hop(receiver, owner).rows
 
-        # The sending rank needs only the rows to send: half the cost of building a hop.
+        # A sender needs only the rows, at half the cost of a hop.
         def build() -> RowRanges:
             slices, strided = self._local_work(receiver, owner)
             return rows_seen(slices, strided)
@@ -120,24 +120,24 @@ class RingWork:
         return self._once(("rows", receiver, owner), build)
 
     def partners(self, ring_rank: int) -> Partners:
-        """Return the ring ranks that a ring rank may receive rows from or send some to, by two searches over all."""
+        """Return the ring ranks with which a ring rank may exchange rows, from two searches over all segments."""
         return self._once(("partners", ring_rank), lambda: self._find_partners(ring_rank))
 
     def rows_to_node(self, owner: int, receivers: Sequence[int]) -> RowRanges:
-        """Return the owner's rows that at least one of these ring ranks needs: they cross to their node once."""
+        """Return the owner's rows that at least one receiver needs: they cross to the receivers' node once."""
         return self._once(
             ("to node", owner, tuple(receivers)),
             lambda: RowRanges.union([self.rows_needed(receiver, owner) for receiver in receivers]),
         )
 
     def gathered_work(self, receiver: int) -> tuple[Work, ...]:
-        """Return the work with the keys of all other ring ranks, among the concatenated keys of all."""
+        """Return the work with all other ring ranks' keys, indexed into the all-gathered keys."""
         return self._once(("gathered", receiver), lambda: self._build_gathered(receiver))
 
     def _build_hop(self, receiver: int, owner: int) -> Hop:
         slices, strided = self._local_work(receiver, owner)
         if receiver == owner:
-            # A rank's own rows are not packed: they stay in place.
+            # A rank's own rows stay in place, unpacked.
             rows, queries = RowRanges.whole(self.key_layout.num_ring(owner)), (0, self.layout.num_ring(owner))
             return Hop(owner, rows, queries, entries(slices, strided))
         return other_hop(owner, slices, strided)
@@ -147,7 +147,7 @@ class RingWork:
         for owner in range(self.layout.ring_degree):
             if owner == receiver:
                 continue
-            # All ranks hold equally many rows, so the gathered ones of an owner begin at a multiple of that.
+            # All ranks hold equally many rows, so an owner's gathered rows start at a multiple of that count.
             first_row = owner * self.key_layout.num_ring(owner)
             of_owner, owner_strided = self._local_work(receiver, owner)
             slices.append(shift_slices(of_owner, keys=first_row))
@@ -155,7 +155,7 @@ class RingWork:
         return entries(np.concatenate(slices), strided)
 
     def _local_work(self, receiver: int, owner: int) -> tuple[ndarray, list[StridedWork]]:
-        """Return the slices of the mask's bands, and the work that a stride adds to them."""
+        """Return the slices for the mask's bands, and the work that a stride adds."""
         if not self._may_meet(receiver, owner):
             return NO_SLICES, []
         queries, keys = self._segments(receiver), self._segments(owner, keys=True)
@@ -167,7 +167,7 @@ class RingWork:
         strided = []
         if self.stride:
             for bounds in strided_bounds(mask):
-                # Of a query and the keys before it, the query is the later one.
+                # Between a query and the keys before it, the query is the later token.
                 ahead = bounds.least is None
                 query_classes = self._classes(receiver, early=ahead)
                 key_classes = self._classes(owner, early=not ahead, keys=True)
@@ -175,10 +175,10 @@ class RingWork:
         return slices, [part for part in strided if part is not None]
 
     def _may_meet(self, receiver: int, owner: int) -> bool:
-        """Return whether a query of the receiver may see a key of the owner: False for most ranks of many documents."""
+        """Return False if no receiver query sees any owner key, usual for most pairs with many documents."""
         if receiver == owner:
             return True
-        # Known if one of the two has looked up all its partners at once.
+        # Known if either rank has already searched for its partners.
         for_receiver, for_owner = self._built.get(("partners", receiver)), self._built.get(("partners", owner))
         if for_receiver is not None and for_receiver.are_known:
             return owner in for_receiver.owners
@@ -190,7 +190,8 @@ class RingWork:
         degree, one_layout = self.layout.ring_degree, self.key_layout is self.layout
         is_cross = self.key_cu_seqlens is not None
         steps = {layout.runs[ring_rank][0].step for layout in (self.layout, self.key_layout)}
-        # Striped tokens would be as many segments as documents times ranks; a stride is seen in another order.
+        # Skip the search if it would not pay: striped tokens form documents × ranks segments, and a stride reorders
+        # rows.
         if steps != {1} or self.stride or not (one_layout or is_cross):
             everyone = frozenset(range(degree)) - {ring_rank}
             return Partners(ring_rank, degree, everyone, everyone, are_known=False)
@@ -214,8 +215,8 @@ class RingWork:
         return np.array(self.cu_seqlens)
 
     def _side(self, *, keys: bool) -> tuple[str, SequenceLayout, ndarray]:
-        """Return the name of a side, its layout and its documents."""
-        # Keys in the layout of the queries have the same segments: both sides then find the same entry.
+        """Return the side's name, layout and document boundaries."""
+        # Keys in the queries' layout have the same segments, so both sides share one cache entry.
         if not keys or (self.key_cu_seqlens is None and self.key_layout is self.layout):
             return "queries", self.layout, self._boundaries
         return "keys", self.key_layout, np.array(self.key_cu_seqlens or self.cu_seqlens)
@@ -241,12 +242,12 @@ class RingWork:
 def local_slices(
     queries: Segments, keys: Segments, mask: Mask, boundaries: ndarray, *, own: bool, joined: bool
 ) -> ndarray:
-    """Return the bands of a mask between the local rows of two ranks, or within one (``own``).
+    """Return the mask's bands between two ranks' local rows, or within one rank (``own``).
 
-    ``joined`` joins pieces of a document if that changes nothing: both ranks in one layout, no window, and no need for
-    distances.
+    ``joined`` merges pieces in a document if the result is equivalent: both ranks in one layout, no window, and
+    distances not needed.
     """
-    # Without a window a band is full or causal, so one slice serves all pieces of a document: far fewer kernel calls.
+    # Without a window a band is full or causal, so one slice covers all pieces in a document: far fewer kernel calls.
     joined = joined and mask.window is None
     if joined and own:
         return own_slices(queries, mask.causal)
@@ -258,9 +259,9 @@ def local_slices(
 
 
 def strided_bounds(mask: Mask) -> tuple[Bounds, ...]:
-    """Return the bounds of the tokens that a stride adds to a mask's window, on each side that queries see."""
+    """Return the bounds that a stride adds to a mask's window, one per visible side."""
     assert mask.window is not None
-    # Nearer tokens are in the window, which the dense slices have already.
+    # Nearer tokens are in the window, and the dense slices already cover them.
     back = reach(mask.window, mask.stride)
     if mask.causal:
         return (Bounds(back, None),)
@@ -268,11 +269,11 @@ def strided_bounds(mask: Mask) -> tuple[Bounds, ...]:
 
 
 def other_hop(owner: int, slices: ndarray, strided: Sequence[StridedWork]) -> Hop:
-    """Return a rank's work with another's keys, from their local work."""
+    """Convert local work with a remote rank's keys to a hop."""
     rows = rows_seen(slices, strided)
     if not rows:
         return Hop(owner, rows, (0, 0), ())
-    # The kernel gets the query rows between the first and the last with work, and the key rows that were sent.
+    # Shift to kernel indices: queries start at the first row with work, keys count packed rows.
     first, stop = _query_hull(slices, strided)
     slices = shift_slices(slices, -first, rows.packing_shifts(slices[:, K_START]))
     strided = [part.shifted(-first, rows.packing_shifts(part.key_rows)) for part in strided]
@@ -280,7 +281,7 @@ def other_hop(owner: int, slices: ndarray, strided: Sequence[StridedWork]) -> Ho
 
 
 def rows_seen(slices: ndarray, strided: Sequence[StridedWork]) -> RowRanges:
-    """Return the owner's rows that some query sees: the key rows of local work."""
+    """Return the owner's rows that some query sees: the key rows in local work."""
     starts, stops = slices[:, K_START], slices[:, K_STOP]
     for part in strided:
         starts, stops = np.append(starts, part.key_rows), np.append(stops, part.key_rows + 1)
@@ -288,7 +289,7 @@ def rows_seen(slices: ndarray, strided: Sequence[StridedWork]) -> RowRanges:
 
 
 def entries(slices: ndarray, strided: Sequence[StridedWork]) -> tuple[Work, ...]:
-    """Return the bands' entry for all rows, then the entries that gather."""
+    """Return one entry for the bands over all rows, then the entries that gather rows."""
     work = [Work(EVERY_ROW, EVERY_ROW, torch.from_numpy(slices))]
     for part in strided:
         work.append(part.entry())

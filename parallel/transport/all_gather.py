@@ -1,6 +1,6 @@
-"""Transport of all keys and values of a ring in one all-gather.
+"""Transport that moves a ring's keys and values in one all-gather.
 
-Axes: B batch, n key rows of a rank, K key/value heads, D query/key head size, V value head size.
+Axes: B batch, n key rows per rank, K key/value heads, D query/key head size, V value head size.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from parallel.transport.exchange import widened
 
 
 class AllGather:
-    """Transport in which every rank gathers the keys and values of all ranks while it computes with its own.
+    """Transport that gathers all ranks' keys and values while the rank computes with its own.
 
     ::
 
-        compute     own rows             rows of all other ranks, as one block
+        compute     own rows             rows from all other ranks, as one block
         in flight   gather of all rows   -
 
-    One collective and two blocks instead of many hops, for memory of degree × a rank's keys and values (and twice their
-    float32 gradients in backward). Gradients return to their owners in one all-to-all and are added in the order of the
-    ring.
+    One collective and two blocks replace many hops, for memory of degree × a rank's keys and values (and twice their
+    float32 gradients in backward). One all-to-all returns gradients to their owners, which add them in ring order.
     """
 
     def __init__(self, schedule: Schedule, mesh: Mesh, communication_dtype: torch.dtype | None) -> None:
@@ -41,14 +40,15 @@ class AllGather:
         gathering = self._gather(own)
         out, lse = compute(self._own_block(own))
         if gathering is not None:
-            # Own rows first, then all others: the same order of additions on every run.
+            # Local rows first, then all others: a fixed order of additions.
             block = self._others_block(gathering.wait())
             merge_block_(out, lse, block, compute(block))
         return out, lse
 
     def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
         own = (k_BnKD, v_BnKV)
-        # Gathered once more, not saved: keys and values of all ranks would live through the full forward pass.
+        # Gathered again instead of saved: saved activations would keep all ranks' keys and values through the full
+        # forward.
         gathering = self._gather(own)
         own_gradients = widened(compute(self._own_block(own)))
         if gathering is not None:
@@ -66,7 +66,7 @@ class AllGather:
         return KVBlock(keys, values, queries, self.schedule.gathered_work(self.mesh.ring_rank))
 
     def _gather(self, own: KeysAndValues) -> _Gathering | None:
-        """Start to gather; return None in a ring of one."""
+        """Start the gather; return None if the ring degree is 1."""
         if self.mesh.ring_degree == 1:
             return None
         group = self.mesh.ring_group
@@ -75,7 +75,7 @@ class AllGather:
         return _Gathering(*self.mesh.comm.start_all_gather(*own, group=group, doing=doing, kind=Kind.GATHERED_KEYS))
 
     def _return_to_owners(self, total_BnKD: Tensor, gradient_BsKD: Tensor) -> None:
-        """Send each rank the gradients of its rows, and add those of this rank's rows to ``total``, in place."""
+        """Send each rank its rows' gradients, and add those for this rank's rows to ``total``, in place."""
         degree, num_own = self.mesh.ring_degree, total_BnKD.shape[1]
         by_owner = gradient_BsKD.unflatten(1, (degree, num_own)).transpose(0, 1)
         outgoing = by_owner.to(self.communication_dtype or total_BnKD.dtype).contiguous()
@@ -86,21 +86,22 @@ class AllGather:
             doing="returning gradients of gathered keys and values",
             kind=Kind.GATHERED_GRADIENTS,
         )
-        # The order of the ring, from the next rank on. Sums depend neither on the transport nor on late ranks.
+        # Ring order, from the next rank on, as in the other transports: sums depend neither on the transport nor on
+        # timing.
         for distance in range(1, degree):
             total_BnKD += received[(self.mesh.ring_rank + distance) % degree]
 
 
 @dataclass(frozen=True)
 class _Gathering:
-    """Keys and values of all ranks, under way."""
+    """Pending all-gather over keys and values."""
 
     keys: Pending
     values: Pending
 
     def wait(self) -> KeysAndValues:
-        """Return the keys and values of all ranks. Raise ClusterError if a rank is gone or too late."""
-        # Keys first: they are put in order while the values are still under way.
+        """Return all ranks' keys and values. Raise ClusterError if a rank died or timed out."""
+        # Keys first: reordering them overlaps with the transfer of values.
         (keys,) = self.keys.wait()
         keys = _in_order(keys)
         (values,) = self.values.wait()
@@ -108,7 +109,7 @@ class _Gathering:
 
 
 def _in_order(gathered: Tensor) -> Tensor:
-    """Reorder [ring, B, n, …] to [B, ring · n, …], rank after rank; no copy for one sequence."""
+    """Reorder [ring, B, n, …] to [B, ring · n, …] in rank order; avoid the copy if B is 1."""
     if gathered.shape[1] == 1:
         return gathered[:, 0].flatten(0, 1).unsqueeze(0)
     return gathered.transpose(0, 1).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""KVBlock: keys and values that a rank attends to; the Transport protocol that brings them."""
+"""KVBlock: keys and values for one attention call; the Transport protocol that delivers them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from longctx.model.attention.work import Work
 from parallel.schedule.work import Hop
 
 KeysAndValues = tuple[Tensor, ...]
-"""Two: [B, s, K, D] and [B, s, K, V], or their gradients."""
+"""Pair: [B, s, K, D] and [B, s, K, V], or their gradients."""
 
 PartialResult = tuple[Tensor, Tensor]
-"""Output [B, t, H, V] and log-sum-exp [B, t, H] over some of the keys."""
+"""Output [B, t, H, V] and log-sum-exp [B, t, H] over a subset of the keys."""
 
 
 class KVBlock(NamedTuple):
-    """Keys and values that a rank attends to, and its work with them."""
+    """Keys and values that a rank received, and its work with them."""
 
     keys_BsKD: Tensor
     values_BsKV: Tensor
@@ -30,26 +30,32 @@ class KVBlock(NamedTuple):
 
     @classmethod
     def of_hop(cls, hop: Hop, keys_and_values: KeysAndValues) -> KVBlock:
-        """Return the block of a hop whose rows have arrived."""
+        """Build a hop's block from its received rows."""
         keys, values = keys_and_values
         first, stop = hop.queries
         return cls(keys, values, slice(first, stop), hop.work)
 
 
 class Transport(Protocol):
-    """Transport of a ring's keys and values to one rank, block by block, and of their gradients to the owners."""
+    """Delivery of a ring's keys and values to one rank, block by block, and return of their gradients to the owners."""
 
     def forward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], PartialResult]) -> PartialResult:
-        """Return attention of this rank's queries over all blocks: ``compute`` of each, merged in order, own first."""
+        """Return attention over all blocks for local queries: ``compute`` per block, merged in order, local block
+        first.
+        """
         ...
 
     def backward(self, k_BnKD: Tensor, v_BnKV: Tensor, compute: Callable[[KVBlock], KeysAndValues]) -> KeysAndValues:
-        """Return dK and dV of this rank's own rows, summed in a fixed order; ``compute`` gives those of each block."""
+        """Return dK and dV for local rows, summed in a fixed order; ``compute`` returns each block's part."""
         ...
 
 
+# Log-sum-exp merge. Softmax over disjoint key blocks decomposes exactly: with lse_b the block's log-sum-exp and out_b
+# its softmax output, lse = log Σ_b exp(lse_b) and out = Σ_b exp(lse_b − lse) · out_b. The invariant after each merge:
+# out and lse equal attention over all blocks so far. (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, arXiv
+# 2205.14135.)
 def merge_block_(out_BtHV: Tensor, lse_BtH: Tensor, block: KVBlock, part: PartialResult) -> None:
-    """Merge the result of a block into that of the blocks before it, in place."""
-    # Only the query rows with work: the others have nothing to merge, and copying them would cost a pass over memory.
+    """Merge a block's partial result into the running one, in place."""
+    # Only query rows with work: merging the others would cost a pass over memory and change no value.
     part_out, part_lse = part
     merge_(out_BtHV[:, block.queries], lse_BtH[:, block.queries], part_out, part_lse)

@@ -1,4 +1,4 @@
-"""Parts shared by transports: rows taken out and added back, receive buffers, exchanges under way.
+"""Shared by transports: row selection and accumulation, receive buffers, pending exchanges.
 
 An exchange sends to one peer and receives from another; either side may be missing.
 """
@@ -22,14 +22,14 @@ _BETWEEN_NODES = (Kind.KEYS_BETWEEN_NODES, Kind.GRADIENTS_BETWEEN_NODES)
 
 @dataclass
 class PendingGradients:
-    """Gradients on their way back to the rank that holds the rows."""
+    """Gradients in flight to the rank that owns the rows."""
 
     messages: Pending = field(default_factory=Pending)
     rows: RowRanges | None = None
-    """Where they belong among the receiver's rows."""
+    """The rows' positions on the receiver."""
 
     def add_to(self, total: KeysAndValues | None) -> None:
-        """Wait for them and add them to the gradients of the rows they belong to."""
+        """Wait for the gradients and add them to their rows."""
         gradients = self.messages.wait()
         if gradients:
             assert total is not None
@@ -39,23 +39,23 @@ class PendingGradients:
 
 @dataclass(frozen=True)
 class RingExchange:
-    """Exchanges between the ranks of a ring, which are named by their ring ranks."""
+    """Exchanges between a ring's ranks, addressed by ring rank."""
 
     mesh: Mesh
     communication_dtype: torch.dtype | None
-    """Of gradients under way; None: as they were accumulated."""
+    """Dtype for gradients in flight; None keeps the accumulation dtype."""
 
     def keys(
         self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: int, source: int, kind: Kind
     ) -> Pending:
-        """Send keys and values; receive ``rows`` of them in the dtype of ``like``, or nothing if there are none."""
+        """Send keys and values; receive ``rows`` rows in the dtype of ``like``. Post no receive if ``rows`` is 0."""
         return self._start(outgoing, to, empty_rows(like, rows), source, kind)
 
     def gradients(
         self, outgoing: KeysAndValues | None, *, to: int, like: KeysAndValues, rows: RowRanges, source: int, kind: Kind
     ) -> PendingGradients:
-        """Send gradients; receive those of ``rows``, which are the receiver's own."""
-        # In the accumulation dtype: rounding each rank's part to bfloat16 is the user's choice.
+        """Send gradients; receive those for ``rows``, which belong to the receiver."""
+        # Default to the accumulation dtype: rounding each rank's part to bfloat16 is the user's choice.
         dtype = self.communication_dtype or accumulate_dtype(like[0].dtype)
         buffers = empty_rows(like, rows.num_rows, dtype)
         if outgoing is not None:
@@ -70,12 +70,13 @@ class RingExchange:
         self, outgoing: KeysAndValues | None, to: int, buffers: KeysAndValues | None, source: int, kind: Kind
     ) -> Pending:
         group, receiver, sender = self.mesh.ring_group, self.mesh.ring_peer(to), self.mesh.ring_peer(source)
-        # NCCL has one stream per group: in one group a node's hops would wait for the slow rows of another node.
+        # NCCL has one stream per group: in a shared group, hops inside a node would queue behind slower traffic between
+        # nodes.
         if kind in _BETWEEN_NODES and self.mesh.between_nodes_group is not None:
             group = self.mesh.between_nodes_group
         if group is None:
             return Pending()
-        # A hop is the distance that keys travel round the ring; gradients go the same way back.
+        # A hop is the distance that keys travel around the ring; gradients travel the same distance back.
         hop, what = (to - self.mesh.ring_rank) % self.mesh.ring_degree, "keys and values"
         if kind in (Kind.GRADIENTS, Kind.GRADIENTS_BETWEEN_NODES):
             hop, what = (self.mesh.ring_rank - to) % self.mesh.ring_degree, "gradients"
@@ -89,17 +90,17 @@ class RingExchange:
 
 
 def widened(gradients: KeysAndValues) -> KeysAndValues:
-    """Return gradients in the dtype in which those of other ranks are added to them."""
+    """Cast gradients to the dtype in which other ranks' gradients are accumulated."""
     dk, dv = (as_dtype(x, accumulate_dtype(x.dtype)) for x in gradients)
     return dk, dv
 
 
 def take_rows(tensors: KeysAndValues, rows: RowRanges) -> KeysAndValues | None:
-    """Return the given rows of both, contiguous in memory; no copy if they are already. None for no rows."""
+    """Return the given rows, contiguous (without a copy if they already are); None if ``rows`` is empty."""
     if not rows:
         return None
     k, v = tensors
-    # One range, the usual case of long documents, is a view: the send reads it in place.
+    # A single range, usual for long documents, is a view: the send reads it in place.
     if len(rows) == 1:
         ((start, stop),) = rows
         return k[:, start:stop].contiguous(), v[:, start:stop].contiguous()
@@ -108,7 +109,7 @@ def take_rows(tensors: KeysAndValues, rows: RowRanges) -> KeysAndValues | None:
 
 
 def empty_rows(like: KeysAndValues, rows: int, dtype: torch.dtype | None = None) -> KeysAndValues | None:
-    """Return buffers for so many rows; None for none."""
+    """Return buffers for ``rows`` rows; None for 0."""
     if not rows:
         return None
     k, v = (x.new_empty((x.shape[0], rows, x.shape[2], x.shape[3]), dtype=dtype or x.dtype) for x in like)
@@ -116,11 +117,11 @@ def empty_rows(like: KeysAndValues, rows: int, dtype: torch.dtype | None = None)
 
 
 def add_rows_(total: KeysAndValues, parts: KeysAndValues, rows: RowRanges) -> None:
-    """Add packed rows to the rows of ``total`` that they belong to, in place."""
+    """Add packed rows to their positions in ``total``, in place."""
     for whole, part in zip(total, parts, strict=True):
         if len(rows) == 1:
             ((start, stop),) = rows
             whole[:, start:stop] += part
         else:
-            # Every row once, so the order of additions is that of the calls.
+            # Indices are unique within a call, so the order of additions is the order of calls.
             whole.index_add_(1, rows.index(whole.device), part.to(whole.dtype))

@@ -1,8 +1,8 @@
-"""Ring of queries that visit the keys: attention with a cache sends queries instead of keys and values.
+"""Ring that moves queries to the keys: with a KV cache, queries travel instead of keys and values.
 
-A chunk's queries go around the ring of all context ranks, and each rank's partial results for them return to their
-owner. The amount sent grows with the chunk and not with the cache. A query that every rank has already is not sent: its
-partial results are gathered.
+A chunk's queries travel around the ring of all context ranks, and each rank's partial results return to the queries'
+owner. Traffic grows with the chunk, not with the cache. Queries that every rank already has are not sent: their partial
+results are gathered.
 
 Axes: B batch, t query rows, H query heads, D query/key head size, V value head size.
 """
@@ -24,11 +24,11 @@ from parallel.runtime.spans import enter_hop
 from parallel.transport.block import PartialResult
 
 Compute = Callable[[Tensor, int], PartialResult]
-"""From the queries of the rank ``hop`` ranks before this one to their partial result over this rank's keys."""
+"""Compute the partial result over this rank's keys for queries from the rank ``hop`` positions before it."""
 
 
 def attend_by_visits(mesh: Mesh, q_BtHD: Tensor, value_dim: int, compute: Compute) -> PartialResult:
-    """Compute attention of this rank's queries over the keys of all ranks. Collective.
+    """Compute attention over all ranks' keys for this rank's queries. Collective.
 
     ::
 
@@ -45,7 +45,7 @@ def attend_by_visits(mesh: Mesh, q_BtHD: Tensor, value_dim: int, compute: Comput
         (visitors,) = arriving.wait()
         arriving = _send_queries(mesh, q_BtHD, hop + 1)
         part = compute(visitors, hop)
-        # Of the hop before: they travelled while this one computed. Hop by hop, so that sums have one order.
+        # The previous hop's results, in flight while this hop computed. Merging hop by hop fixes the summation order.
         _merge(out, lse, returning)
         returning = _return_results(mesh, part, q_BtHD, value_dim, hop)
     _merge(out, lse, returning)
@@ -53,11 +53,11 @@ def attend_by_visits(mesh: Mesh, q_BtHD: Tensor, value_dim: int, compute: Comput
 
 
 def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
-    """Merge the results over all ranks' keys, for queries that every rank has; bitwise equal on each. Collective."""
+    """Merge results over all ranks' keys for queries that every rank has; bitwise equal on all ranks. Collective."""
     if mesh.context_group is None:
         return part
     out, lse = part
-    # As bytes, the larger numbers first: one collective for both.
+    # Pack both as bytes, the wider dtype first: one collective instead of two.
     packed = torch.cat([as_bytes(x.contiguous()) for x in (lse, out)])
     gathered = mesh.comm.all_gather(
         packed,
@@ -68,7 +68,7 @@ def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
     lse_bytes = lse.numel() * lse.element_size()
     out, lse = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
     for of_rank in gathered:
-        # Cloned: a view as larger numbers must begin at a multiple of their size.
+        # Clone: viewing bytes as a wider dtype requires an aligned offset.
         rank_lse = of_rank[:lse_bytes].clone().view(lse.dtype).view(lse.shape)
         rank_out = of_rank[lse_bytes:].clone().view(out.dtype).view(out.shape)
         merge_(out, lse, rank_out, rank_lse)
@@ -76,15 +76,15 @@ def merge_gathered(mesh: Mesh, part: PartialResult) -> PartialResult:
 
 
 def _send_queries(mesh: Mesh, q_BtHD: Tensor, hop: int) -> Pending:
-    """Start a hop: send this rank's queries ``hop`` ranks ahead, and receive those of the rank ``hop`` behind."""
-    if hop >= mesh.context:  # nothing follows the last hop
+    """Start a hop: send local queries to the rank ``hop`` ahead, and receive those from the rank ``hop`` behind."""
+    if hop >= mesh.context:  # past the last hop
         return Pending()
     buffers = (torch.empty_like(q_BtHD),)
     return _start(mesh, (q_BtHD,), buffers, to=hop, source=-hop, kind=Kind.QUERIES)
 
 
 def _return_results(mesh: Mesh, part: PartialResult, q_BtHD: Tensor, value_dim: int, hop: int) -> Pending:
-    """Start the way back: send results to the queries' owner, and receive those of this rank's queries."""
+    """Start the return: send results to the queries' owner, and receive those for local queries."""
     shape = q_BtHD.shape[:-1]
     out = q_BtHD.new_empty((*shape, value_dim), dtype=accumulate_dtype(q_BtHD.dtype))
     lse = q_BtHD.new_empty(shape, dtype=torch.float64)
@@ -101,7 +101,7 @@ def _merge(out: Tensor, lse: Tensor, returning: Pending) -> None:
 def _start(
     mesh: Mesh, outgoing: Sequence[Tensor], buffers: tuple[Tensor, ...], *, to: int, source: int, kind: Kind
 ) -> Pending:
-    """Send to the rank ``to`` after this one and receive from the rank ``source`` after it."""
+    """Send to the rank ``to`` positions after this one, and receive from the rank ``source`` positions after it."""
     receiver, sender = (mesh.context_peer((mesh.context_rank + by) % mesh.context) for by in (to, source))
     assert mesh.context_group is not None
     return mesh.comm.send_recv(

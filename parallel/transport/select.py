@@ -1,4 +1,4 @@
-"""Choice of the transport that brings keys and values to the queries, and returns their gradients to the owners."""
+"""Choice of a transport: how keys and values reach queries, and how their gradients return to the owners."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TRANSPORTS = ("auto", "p2p", "two_level", "all_gather")
 def build_transport(
     name: str, schedule: Schedule, mesh: Mesh, *, communication_dtype: torch.dtype | None = None
 ) -> Transport:
-    """Build the transport called ``name``, or the one that ``auto`` stands for.
+    """Build the transport called ``name``, resolving ``auto``.
 
-    Gradients are sent in ``communication_dtype``; by default that is float32, float64 for float64 inputs. Raise
+    Gradients are sent in ``communication_dtype``; by default in float32, or float64 for float64 inputs. Raise
     ConfigError for an unknown name.
     """
     name = resolve_transport(name, mesh)
@@ -32,7 +32,7 @@ def build_transport(
 
 
 def resolve_transport(name: str, mesh: Mesh) -> str:
-    """Resolve ``auto``: two_level if a ring spans nodes that hold several of its ranks, else p2p.
+    """Resolve ``auto``: two_level if a ring spans nodes and has several ranks on each, otherwise p2p.
 
     Raise ConfigError for an unknown name, and for two_level if nodes hold unequal numbers of ranks.
     """
@@ -40,7 +40,7 @@ def resolve_transport(name: str, mesh: Mesh) -> str:
         raise ConfigError(f"parallel.transport={name!r} is unknown. Try one of {list(TRANSPORTS)}.")
     ring, in_node = mesh.ring_degree, mesh.ring_ranks_in_node
     if name == "auto":
-        # Worth it only if several ranks of a node need the same rows of another node.
+        # Two levels only pay off if several ranks in a node need the same rows from another node.
         if 1 < in_node < ring:
             return "two_level"
         return "p2p"

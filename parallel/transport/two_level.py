@@ -1,6 +1,6 @@
-"""Ring attention in two levels: rows cross to another node once, and are handed round inside it.
+"""Two-level ring attention: rows cross to another node once, then circulate inside it.
 
-Axes: B batch, n key rows of a rank, K key/value heads, D query/key head size, V value head size.
+Axes: B batch, n key rows per rank, K key/value heads, D query/key head size, V value head size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallel.transport.exchange import PendingGradients, RingExchange, add_rows
 
 @dataclass(frozen=True)
 class NodeRing:
-    """Position of a rank: ring rank = node · node size + local ring rank."""
+    """Position in the two-level ring: ring rank = node · node size + local ring rank."""
 
     ring_rank: int
     degree: int
@@ -32,41 +32,41 @@ class NodeRing:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes that the ring spans."""
+        """Number of nodes in the ring."""
         return self.degree // self.node_size
 
     @property
     def node(self) -> int:
-        """Number of this rank's node."""
+        """This rank's node index."""
         return self.ring_rank // self.node_size
 
     def ranks_in_node(self, node: int) -> range:
-        """Return the ring ranks of a node, counted on from 0 if it is beyond the last."""
+        """Return a node's ring ranks; the node index wraps around."""
         first = node % self.num_nodes * self.node_size
         return range(first, first + self.node_size)
 
     def owner(self, step: int, hop: int) -> int:
-        """Return the ring rank whose rows this rank meets in a hop of a step."""
+        """Return the ring rank that owns a hop's rows in a step."""
         return self.ranks_in_node(self.node - step)[(self.ring_rank - hop) % self.node_size]
 
     def neighbour(self, distance: int) -> int:
-        """Return the ring rank so far after this one in its node."""
+        """Return the ring rank ``distance`` positions after this one in its node."""
         return self.ranks_in_node(self.node)[(self.ring_rank + distance) % self.node_size]
 
     def counterpart(self, distance: int) -> int:
-        """Return the ring rank of the same local ring rank, so many nodes on."""
+        """Return the rank with the same local ring rank, ``distance`` nodes ahead."""
         return self.ranks_in_node(self.node + distance)[self.ring_rank % self.node_size]
 
     def enter_hop(self, owner: int) -> None:
-        """Mark the hop of the owner whose rows are waited for and computed with."""
-        # Counted as in a ring of one level: then a hop has one name, whatever the transport.
+        """Mark the hop, identified by the owner of the awaited rows."""
+        # Counted as in a one-level ring: a hop has the same index under every transport.
         enter_hop((self.ring_rank - owner) % self.degree)
 
     def busy_steps(self, schedule: Schedule) -> list[int]:
-        """Return the steps, from 1, in which this rank may send or receive a row, between nodes or inside its own."""
+        """Return the steps, from 1, in which this rank may send or receive rows, between nodes or inside its own."""
         receivers = schedule.partners(self.ring_rank).receivers
         steps = {(receiver // self.node_size - self.node) % self.num_nodes for receiver in receivers}
-        # The rows handed round in the node are those that some rank in it needs.
+        # Rows that circulate in the node are those that some rank in it needs.
         for mate in self.ranks_in_node(self.node):
             owners = schedule.partners(mate).owners
             steps |= {(self.node - owner // self.node_size) % self.num_nodes for owner in owners}
@@ -75,23 +75,26 @@ class NodeRing:
 
 @dataclass(frozen=True)
 class HeldRows:
-    """Rows of one owner that a rank holds in a step, to hand them round in its node."""
+    """One owner's rows that a rank holds for its node during a step."""
 
     owner: int
     rows: RowRanges
-    """Which of the owner's rows."""
+    """The owner's rows, as ranges."""
     tensors: KeysAndValues
 
     def needed_by(self, receiver: int, schedule: Schedule) -> RowRanges:
-        """Return the held rows that some query of a ring rank sees."""
+        """Return the held rows that some query on a ring rank sees."""
         return schedule.rows_needed(receiver, self.owner).located_in(self.rows)
 
 
+# Links between nodes are slower than inside a node, and several ranks in a node often need the same remote row. So each
+# row crosses once, to the counterpart with the same local rank, which then sends it to its node's other ranks. Both
+# levels overlap with compute: the outer ring prefetches one step ahead, the inner ring one hop ahead.
 class TwoLevel:
-    """Transport by a ring over nodes, and in each of its steps a ring over the ranks of a node.
+    """Transport with a ring over nodes and, in each of its steps, a ring over the node's ranks.
 
-    In step m a rank holds rows of its counterpart (the same local ring rank) m nodes before, those that its node needs;
-    in hop j of the step it computes with rows that the rank j before it in its node holds::
+    In step m a rank holds rows from its counterpart (the same local ring rank) m nodes before: those that its node
+    needs. In the step's hop j it computes with rows held by the rank j positions before it in its node::
 
         node a, local rank r   step 0: rows of node a            step 1: rows of node a − 1
                                hop 0       hop 1                 hop 0          hop 1
@@ -99,8 +102,8 @@ class TwoLevel:
         in flight, in node     hop 1       -                     hop 1          -
         in flight, between     rows of (a − 1, r) for step 1     rows of (a − 2, r) for step 2
 
-    In backward the gradients of a hop return to the rank that holds the rows while the next hop is computed, and the
-    sums of a step to the owner while the next step is. Additions are hop by hop and step by step: equal bits every run.
+    In backward a hop's gradients return to the rank that holds the rows while the next hop computes, and a step's sums
+    to the owner during the next step. Additions run hop by hop and step by step, so results are bitwise reproducible.
     """
 
     def __init__(self, schedule: Schedule, mesh: Mesh, node_size: int, communication_dtype: torch.dtype | None) -> None:
@@ -117,7 +120,7 @@ class TwoLevel:
                     continue
                 part = compute(block)
                 if result is None:
-                    # The rank's own keys come first: every query sees at least itself.
+                    # Local keys come first: each query sees at least itself.
                     result = part
                 else:
                     out, lse = result
@@ -132,17 +135,17 @@ class TwoLevel:
         for step, held in self._steps(own):
             gradients = self._gradients_of_step(step, held, compute)
             if step == 0:
-                # Rows of this node: the sum is the start of the gradients of this rank's own rows.
+                # Rows from this node: the sum initializes the gradients for local rows.
                 own_gradients = gradients
                 continue
-            returning.add_to(own_gradients)  # of the step before, which crossed while this one computed
+            returning.add_to(own_gradients)  # the previous step's, in flight while this one computed
             returning = self._return_to_owner(own, gradients, step)
         returning.add_to(own_gradients)
         assert own_gradients is not None
         return own_gradients
 
     def _steps(self, own: KeysAndValues) -> Iterator[tuple[int, HeldRows]]:
-        """Yield each step with the rows that this rank holds in it; the next step's cross over meanwhile."""
+        """Yield each step and the rows held in it, while the next step's rows are in flight."""
         crossing = self._fetch_across(own, 0)
         yield 0, HeldRows(self.rank, self.schedule.hop(self.rank, self.rank).rows, own)
         for number, step in enumerate(self.steps):
@@ -150,14 +153,15 @@ class TwoLevel:
             self.ring.enter_hop(owner)
             arrived = crossing.wait()
             if not arrived:
-                # No rank in the node needs a row of that owner; hops go on without rows, as on the other ranks.
+                # No rank in this node needs that owner's rows. The hops still run, without rows, to match the other
+                # ranks.
                 k, v = own
                 arrived = (k[:, :0], v[:, :0])
             crossing = self._fetch_across(own, number + 1)
             yield step, HeldRows(owner, self._rows_to_node(owner, self.ring.node), arrived)
 
     def _hops(self, step: int, held: HeldRows) -> Iterator[KVBlock | None]:
-        """Yield the block of each hop of a step, None for an empty one; the next hop's rows arrive meanwhile."""
+        """Yield a step's blocks hop by hop (None if empty), while the next hop's rows are in flight."""
         arriving = self._hand_round(step, held, hop=1)
         yield self._block(held.owner, take_rows(held.tensors, held.needed_by(self.rank, self.schedule)))
         for hop in range(1, self.ring.node_size):
@@ -169,22 +173,23 @@ class TwoLevel:
     def _gradients_of_step(
         self, step: int, held: HeldRows, compute: Callable[[KVBlock], KeysAndValues]
     ) -> KeysAndValues | None:
-        """Return the gradients of the held rows from all ranks of this node, added in the order of the hops."""
+        """Return the held rows' gradients from all ranks in this node, added in hop order."""
         total: KeysAndValues | None = None
         returning = PendingGradients()
         for hop, block in enumerate(self._hops(step, held)):
             gradients = None if block is None else widened(compute(block))
             if hop == 0:
-                # Held for the node: neighbours may need rows that this rank does not, and their gradients come here.
+                # Expand to all held rows: other ranks in the node may need rows that this one does not, and return
+                # their gradients here.
                 total = self._as_held_rows(held, gradients)
                 continue
-            returning.add_to(total)  # of the hop before
+            returning.add_to(total)  # the previous hop's
             returning = self._return_to_holder(held, gradients, hop)
         returning.add_to(total)
         return total
 
     def _fetch_across(self, own: KeysAndValues, number: int) -> Pending:
-        """Start a step's exchange between nodes: receive rows to hold, and send this rank's own to its counterpart."""
+        """Start a step's exchange between nodes: receive rows to hold, and send local rows to the counterpart."""
         if number == len(self.steps):
             return Pending()
         step = self.steps[number]
@@ -196,7 +201,7 @@ class TwoLevel:
         )
 
     def _hand_round(self, step: int, held: HeldRows, hop: int) -> Pending:
-        """Start a hop's exchange inside the node: receive rows from their holder, send held rows to another rank."""
+        """Start a hop's exchange inside the node: receive rows from their holder, and send held rows to a neighbour."""
         if hop == self.ring.node_size:
             return Pending()
         receiver, holder = self.ring.neighbour(hop), self.ring.neighbour(-hop)
@@ -205,7 +210,7 @@ class TwoLevel:
         return self.exchange.keys(outgoing, to=receiver, like=held.tensors, rows=rows, source=holder, kind=Kind.KEYS)
 
     def _return_to_holder(self, held: HeldRows, gradients: KeysAndValues | None, hop: int) -> PendingGradients:
-        """Start the way back of a hop's gradients to the neighbour that holds the rows."""
+        """Start returning a hop's gradients to the neighbour that holds the rows."""
         receiver, holder = self.ring.neighbour(hop), self.ring.neighbour(-hop)
         rows = held.needed_by(receiver, self.schedule)
         return self.exchange.gradients(
@@ -213,11 +218,11 @@ class TwoLevel:
         )
 
     def _return_to_owner(self, own: KeysAndValues, gradients: KeysAndValues | None, step: int) -> PendingGradients:
-        """Start the way back of a step's gradients to the rows' owner in another node."""
+        """Start returning a step's gradients to the rows' owner on another node."""
         owner, receiver = self.ring.owner(step, 0), self.ring.counterpart(step)
         rows = self._rows_to_node(self.rank, self.ring.node + step)
         if gradients is not None and gradients[0].shape[1] == 0:
-            gradients = None  # the owner expects no message for no rows
+            gradients = None  # the owner posts no receive for empty rows
         return self.exchange.gradients(
             gradients, to=owner, like=own, rows=rows, source=receiver, kind=Kind.GRADIENTS_BETWEEN_NODES
         )
@@ -228,19 +233,18 @@ class TwoLevel:
         return KVBlock.of_hop(self.schedule.hop(self.rank, owner), arrived)
 
     def _as_held_rows(self, held: HeldRows, gradients: KeysAndValues | None) -> KeysAndValues | None:
-        """Return the gradients of the rows that this rank needed as gradients of all rows that it holds."""
+        """Expand gradients from the rows that this rank needed to all rows that it holds."""
         rows = self.schedule.hop(self.rank, held.owner).rows
         if rows == held.rows:
             return gradients
         return _spread(gradients, rows.located_in(held.rows), like=held.tensors)
 
     def _rows_to_node(self, owner: int, node: int) -> RowRanges:
-        """Return the owner's rows that some rank in a node needs."""
         return self.schedule.rows_to_node(owner, self.ring.ranks_in_node(node))
 
 
 def _spread(gradients: KeysAndValues | None, rows: RowRanges, *, like: KeysAndValues) -> KeysAndValues:
-    """Return the gradients of some ``rows`` as gradients of all rows of ``like``, with zeros for the others."""
+    """Return gradients for all rows in ``like``: those given for ``rows``, zeros elsewhere."""
     k, v = like
     total = (
         k.new_zeros(k.shape, dtype=accumulate_dtype(k.dtype)),

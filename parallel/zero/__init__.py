@@ -1,5 +1,5 @@
-"""The only interface to DeepSpeed: ZeRO stages 0 to 3 around our module, and its state as ranges of named tensors."""
+"""The only interface to DeepSpeed: ZeRO stages 0 to 3 around our module; its state as ranges in named tensors."""
 
 import os
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported; choose_device may have set it
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it at import; choose_device may have set it

@@ -1,8 +1,8 @@
-"""Memory for a model that was built on the meta device: a rank's part of it, unset, for a load to fill.
+"""Memory for a model built on the meta device: a rank's uninitialized partition, which a load then fills.
 
-When it starts, DeepSpeed sends every rank the weights of rank 0. Ours are unset then, or equal on all ranks, so nothing
-is sent. In stage 3 it expects the full module on each device before it partitions it: ours is partitioned before, one
-parameter at a time.
+At startup DeepSpeed broadcasts rank 0's weights. Ours are uninitialized at that point, or equal on all ranks, so the
+broadcast is disabled. Stage 3 expects the full module on each device before partitioning it: here, parameters are
+partitioned one at a time instead.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def allocate(
     experts: ExpertsAcrossRanks | None,
     swapper: WeightSwapper | None = None,
 ) -> None:
-    """Allocate the parameters and buffers of a model that are on meta on DeepSpeed's device; move the others there.
+    """Allocate a model's meta parameters and buffers on DeepSpeed's device; move all others there.
 
-    Parameters get ``dtype``; in stage 3 each rank gets its part of them, and ``swapper`` takes those that the config
-    offloads to a disk. Collective in stage 3.
+    Parameters get ``dtype``. In stage 3 each rank gets its partition, and ``swapper`` takes those that the config
+    offloads to disk. Collective in stage 3.
     """
     accelerator: Any = get_accelerator()
     device = torch.device(accelerator.current_device_name())
@@ -56,7 +56,7 @@ def allocate(
 
 @contextmanager
 def nothing_is_sent() -> Iterator[None]:
-    """Make DeepSpeed's engines that start within the block keep the weights that each rank has."""
+    """Disable the weight broadcast in DeepSpeed engines created within the block: each rank keeps its weights."""
     broadcast = DeepSpeedEngine._broadcast_model
     DeepSpeedEngine._broadcast_model = lambda engine: None  # type: ignore[method-assign]
     try:
@@ -66,10 +66,10 @@ def nothing_is_sent() -> Iterator[None]:
 
 
 def _make_whole(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate a full parameter, unset if it was on meta, with its values otherwise."""
+    """Allocate a full parameter, uninitialized if it was on meta; otherwise keep its values."""
     if p.is_meta:
         whole = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device), requires_grad=p.requires_grad)
-        # The same object for all that refer to it, with its marks: data cannot move from meta to a device.
+        # Swap instead of assigning data, which cannot move from meta to a device: all references and marks stay valid.
         for mark, value in vars(p).items():
             setattr(whole, mark, value)
         torch.utils.swap_tensors(p, whole)
@@ -84,9 +84,9 @@ def _partition(
     experts: ExpertsAcrossRanks | None,
     swapper: WeightSwapper | None,
 ) -> None:
-    """Hand the module to DeepSpeed's stage 3, one parameter at a time: a rank keeps only its part."""
+    """Convert the module to DeepSpeed's stage 3, one parameter at a time: a rank keeps only its partition."""
     if experts is not None:
-        # Otherwise DeepSpeed would create these groups, and assign weights to them, too late for this.
+        # DeepSpeed would otherwise create these groups and assign weights to them only after the conversion.
         experts.set_deepspeed_parallelism()
         for p in model.parameters():
             if getattr(p, "group_name", None) == experts.ep_group_name:
@@ -95,10 +95,10 @@ def _partition(
 
 
 class _OneByOne(deepspeed.zero.Init):
-    """DeepSpeed's conversion of a module, without sending: at most one parameter is full at a time."""
+    """DeepSpeed's module conversion, without broadcasts: at most one parameter is full at a time."""
 
     def __init__(self, param_dtype: torch.dtype, **options: Any) -> None:
-        self._param_dtype = param_dtype  # DeepSpeed's own ``dtype`` is bfloat16 if there is no float16
+        self._param_dtype = param_dtype  # DeepSpeed's own ``dtype`` falls back to bfloat16 unless it is float16
         super().__init__(**options)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:

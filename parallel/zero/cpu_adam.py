@@ -1,4 +1,4 @@
-"""DeepSpeed's AdamW for masters in CPU memory: compiled when a machine first uses it, then kept."""
+"""DeepSpeed's AdamW for master weights in CPU memory: compiled on first use per machine, then reused."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from longctx.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _NAME = "cpu_adam"
-"""DeepSpeed's name of the extension, and of the folder that it is compiled in."""
+"""DeepSpeed's name for the extension, and for its build folder."""
 _LONGEST_BUILD_SECONDS = 900.0
 
 
 def compile_cpu_adam() -> None:
-    """Compile the extension unless an earlier run has; the log says so. Raise ConfigError if that fails.
+    """Compile the extension unless an earlier run has, and log it. Raise ConfigError if that fails.
 
-    Ranks of one machine wait for the first that compiles.
+    Ranks on one machine wait for the first one that compiles.
     """
     device = get_accelerator()
     assert device is not None, "importing DeepSpeed chooses one"
     builder = device.create_op_builder("CPUAdamBuilder")
     assert builder is not None, "every device has this one"
-    # Its threads are counted when it is loaded: with all cores each, the ranks of a machine would wait for one another.
+    # The extension counts its threads on load: with all cores each, the ranks on a machine would stall one another.
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     folder, started = _folder(), time.perf_counter()
     if not (folder / f"{_NAME}.so").exists():
@@ -37,7 +37,7 @@ def compile_cpu_adam() -> None:
     wait_for_build(folder / "lock")
     try:
         builder.load(verbose=False)
-    except Exception as error:  # ninja, a compiler, a header that is missing: each raises another class
+    except Exception as error:  # a missing ninja, compiler or header each raises another class
         raise ConfigError(
             f"zero.offload needs DeepSpeed's AdamW, which could not be compiled into {folder}:\n"
             f"{_last_lines(str(error))}\n"
@@ -47,9 +47,10 @@ def compile_cpu_adam() -> None:
 
 
 def wait_for_build(lock: Path) -> None:
-    """Return once no other process compiles. Raise ConfigError if the lock is older than any build: it was killed.
+    """Return once no other process compiles. Raise ConfigError if the lock is older than any build: that build was
+    killed.
 
-    PyTorch's own wait has no time-out and logs nothing.
+    PyTorch's own wait has no timeout and logs no message.
     """
     waits = False
     while True:
@@ -69,20 +70,19 @@ def wait_for_build(lock: Path) -> None:
 
 
 def build_cpu_adam(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> Any:
-    """Build AdamW with float32 moments; it steps as PyTorch's does, on the CPU's vector units."""
+    """Build AdamW with float32 moments; it steps like PyTorch's, with the CPU's vector units."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=eps, adamw_mode=True, fp32_optimizer_states=True)
 
 
 def _folder() -> Path:
-    """Return the folder of the extension that PyTorch has compiled."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root:
         return Path(root) / _NAME
-    # PyTorch's own folder has one below it for each version of Python and CUDA.
+    # PyTorch's default root has one subfolder per Python and CUDA version.
     found = sorted(Path(get_default_build_root()).glob(f"*/{_NAME}"))
     if found:
         return found[-1]
@@ -90,6 +90,6 @@ def _folder() -> Path:
 
 
 def _last_lines(text: str, most: int = 6) -> str:
-    """Return the end of a long message, which has a compiler's error."""
+    """Return the end of a long message, which contains the compiler's error."""
     lines = [line for line in text.splitlines() if line.strip()]
     return "\n".join(f"  {line.strip()[:200]}" for line in lines[-most:])

@@ -1,4 +1,4 @@
-"""DeepSpeed's config, and the level of its log."""
+"""DeepSpeed's config and log level."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from parallel.zero.options import ZeroOptions, aligns, overlaps, update_size
 def deepspeed_config(
     stage: int, dtype: torch.dtype, accumulation: int, clip_norm: float, zero: ZeroOptions, *, swap_path: str = ""
 ) -> dict[str, Any]:
-    """Return DeepSpeed's config. It clips by ``clip_norm``; 0 never. ``swap_path`` is its folder of a disk."""
+    """Build DeepSpeed's config. ``clip_norm`` 0 disables clipping. ``swap_path`` is the folder for NVMe offload."""
     return {
         "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: our loader defines the micro-batch
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip_norm,
         "zero_optimization": _zero_section(stage, zero, swap_path),
-        "zero_allow_untested_optimizer": True,  # it knows PyTorch's AdamW only by its exact type; ours inherits from it
+        "zero_allow_untested_optimizer": True,  # it checks for PyTorch's exact AdamW type; ours is a subclass
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True, "immediate_grad_update": True},
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -32,14 +32,13 @@ def deepspeed_config(
 
 
 def accelerator() -> str:
-    """Return the kind of the device that DeepSpeed computes on: "cpu", "cuda"."""
+    """Return DeepSpeed's device type: "cpu", "cuda"."""
     chosen = get_accelerator()
     assert chosen is not None, "importing DeepSpeed chooses one"
     return chosen.device_name()
 
 
 def _zero_section(stage: int, zero: ZeroOptions, swap_path: str) -> dict[str, Any]:
-    """Return DeepSpeed's ``zero_optimization``."""
     section: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": overlaps(stage, accelerator(), zero.overlap_comm),
@@ -70,8 +69,8 @@ def _zero_section(stage: int, zero: ZeroOptions, swap_path: str) -> dict[str, An
 
 
 def quiet_deepspeed() -> None:
-    """Keep DeepSpeed from compiling an operator that training never calls, and from logging more than errors."""
-    # Without this every start on a CPU runs g++ and ninja for deepspeed_shm_comm, which only inference uses.
+    """Prevent DeepSpeed from compiling an operator that training never calls, and from logging below errors."""
+    # Without this, every CPU start runs g++ and ninja for deepspeed_shm_comm, which only inference uses.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed_logger.setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

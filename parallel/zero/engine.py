@@ -1,9 +1,9 @@
-"""``ZeroEngine``: a module under ZeRO, the same to its callers in every stage.
+"""``ZeroEngine``: a module under ZeRO, with the same interface in every stage.
 
-DeepSpeed is given no mpu, no mesh and no sequence-parallel size: it averages gradients over all ranks, and the loss is
-scaled once by their number. Every other set-up of this version is wrong in some stage (see
-docs/decisions/2026-11-deepspeed-grouping.md). If experts are spread over ranks, it learns so from marks on their
-weights and from a module of a class that it looks for (docs/decisions/2026-11-expert-parallel.md).
+DeepSpeed gets no mpu, no mesh and no sequence-parallel size: it averages gradients over all ranks, and the loss is
+multiplied once by the world size. Every other setup in this version is wrong in some stage (see
+docs/decisions/2026-11-deepspeed-grouping.md). If experts are sharded, it detects them by marks on their weights and by
+the class of a module (docs/decisions/2026-11-expert-parallel.md).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from parallel.zero.tensors import ModelTensors, mark_experts
 
 
 class ZeroEngine:
-    """``Task`` under ZeRO: micro-batches in, one optimiser step out, in every stage."""
+    """``Task`` under ZeRO: micro-batches in, one optimizer step out, in every stage."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class ZeroEngine:
         options: OptimizerOptions,
         zero: ZeroOptions | None = None,
     ) -> None:
-        """Hand the module to DeepSpeed. ``accumulation`` micro-batches make a step.
+        """Wrap the module with DeepSpeed. ``accumulation`` micro-batches make a step.
 
-        The decoder's dispatcher decides which experts are on this rank. A model on the meta device gets memory for this
-        rank's part of it, which ``initialize`` or ``load`` must set.
+        The decoder's dispatcher decides which experts are on this rank. A meta model gets memory for this rank's
+        partition, which ``initialize`` or ``load`` must fill.
         """
         check_zero(stage, dtype)
         quiet_deepspeed()
@@ -70,7 +70,7 @@ class ZeroEngine:
                 accumulation=accumulation,
                 options=options,
                 zero=zero or ZeroOptions(),
-                # Before anything is partitioned.
+                # Before partitioning, which removes the shapes that identify matrices.
                 matrices=matrices_of(model.network) if options.name == "muon" else {},
             )
         )
@@ -82,45 +82,46 @@ class ZeroEngine:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the full model, each counted once."""
+        """Number of parameters in the full model, each counted once."""
         return sum(shape.numel() for shape in self.tensors.parameters.values())
 
     @property
     def roles(self) -> dict[str, tuple[str, ...]]:
-        """Roles that are kept of every parameter and buffer of the full model, by name."""
+        """State roles (master weight, moments) stored for every parameter and buffer in the full model, by name."""
         kept = {name: self.partition.roles(name) for name in self.tensors.parameters}
         return kept | dict.fromkeys(self.tensors.buffers, ROLES[:1])
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shape of every parameter and buffer of the full model, by name."""
+        """Shape of every parameter and buffer in the full model, by name."""
         return self.tensors.shapes
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> LossSum:
-        """Run the module's forward on this rank's shard of a micro-batch."""
+        """Run the module's forward on this rank's micro-batch shard."""
         begin("forward")
         return self.model.loss_sum(self.partition.engine(batch, training_pass))
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of this rank's part of the step's loss; they accumulate over micro-batches."""
+        """Compute gradients for this rank's part of the step's loss; they accumulate over micro-batches."""
         begin("backward")
         engine = self.partition.engine
-        # The loss is divided by the step's global count already, and DeepSpeed averages over all ranks: undo the mean.
+        # The loss is already divided by the step's global count, and DeepSpeed averages over ranks: undo that mean.
         engine.backward(loss * num_ranks(), scale_wrt_gas=False)
         if not engine.is_gradient_accumulation_boundary():
-            engine.step()  # counts the micro-batch; updates nothing
+            engine.step()  # counts the micro-batch; updates no weight
 
     def step(self, lr: float, accept: Accept = everything) -> float:
         """Clip, update with this learning rate and clear the gradients; return the gradient norm before clipping.
 
-        Raise GradientError on every rank if that norm is not finite, or if ``accept`` refuses it; ``accept`` must give
-        the same answer on every rank. Weights and moments are then as before, in every stage, and gradients cleared:
+        Raise GradientError on every rank if the norm is not finite, or if ``accept`` rejects it; ``accept`` must return
+        the same value on every rank. Weights and moments are then unchanged, in every stage, and gradients cleared, so
         the next step may follow. Collective.
         """
         begin("optimizer step")
         for group in self.partition.engine.optimizer.param_groups:
             group["lr"] = lr
-        # Before the update, which frees the gradients. A small tensor, and no wait: it is read only if the norm is bad.
+        # Before the update, which frees the gradients. The mask is small and stays on the device: it is read only if
+        # the norm is not finite.
         broken = self._broken_gradients()
         norm, taken = self.partition.update(accept)
         if not taken:
@@ -129,46 +130,47 @@ class ZeroEngine:
         return norm
 
     def broken_weights(self) -> list[str]:
-        """Return the names of the parameters and buffers with a value that is not finite. Collective."""
-        # Each rank checks its own part; the reduction inside makes the answer the same on all ranks.
+        """Return the names of parameters and buffers with a non-finite value. Collective."""
+        # Each rank checks its own partition; the all-reduce makes the result equal on all ranks.
         device, found = self.partition.engine.device, {}
         for name, buffer in self.model.network.named_buffers():
             found[name] = not_finite([buffer], device)
         for name, p in self.model.network.named_parameters():
-            # One at a time: a part may have to be read from a disk.
+            # One at a time: a partition may have to be read from disk.
             found[name] = not_finite([self.partition.working_part(name, p)], device)
         return named_on_any_rank(torch.cat([found[name] for name in self.shapes]), self.shapes)
 
     def owned_pieces(self) -> list[Piece]:
-        """Return the ranges of the full model's tensors that ``owned_ranges`` yields, without reading them."""
+        """List the ranges that ``owned_ranges`` yields, without reading them."""
         return owned_pieces(self.model.network, self.partition, self.tensors)
 
     def owned_ranges(self) -> Generator[OwnedRange]:
-        """Yield master weights, moments and buffers as fp32 ranges of the full model's tensors.
+        """Yield master weights, moments and buffers as fp32 ranges in the full model's tensors.
 
-        Over all ranks every value comes exactly once. A range that a disk holds is in memory until the next one is
-        requested: iterate to the end before training continues.
+        Over all ranks every value is yielded exactly once. A range offloaded to disk stays in memory until the next one
+        is requested: exhaust the iterator before training continues.
         """
         return read_state(self.model.network, self.partition, self.tensors)
 
     def initialize(self, seed: int) -> None:
-        """Set masters and weights to the initial values of ``seed``; each rank draws its own part. Collective.
+        """Set masters and weights to the initial values for ``seed``; each rank generates its own partition.
+        Collective.
 
-        The optimiser is reset. Values are those of ``Decoder.initialize``, rounded to the dtype of the weights.
+        The optimizer is reset. Values equal ``Decoder.initialize``, rounded to the weights' dtype.
         """
         config, parameters = self.model.network.config, self.tensors.parameters
         initial = InitialWeights(config, parameters, seed=seed, dtype=self.dtype)
         self.load(initial.read, step=0, moments=False)
 
     def load(self, read: ReadRange, *, step: int, moments: bool = True) -> None:
-        """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps. Collective.
+        """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimizer steps. Collective.
 
-        Over all ranks every value is read once. Without ``moments`` the optimiser is reset.
+        Over all ranks every value is read once. Without ``moments`` the optimizer is reset.
         """
         write_state(self.model.network, self.partition, self.tensors, read, step=step, moments=moments)
 
     def _broken_gradients(self) -> Tensor:
-        """Return a mask over ``shapes`` of the gradients that are not finite in this rank's part; on its device."""
+        """Return a mask over ``shapes``, on the device: gradients that are not finite in this rank's partition."""
         parts = dict(self.partition.local_gradients())
         device = self.partition.engine.device
         nothing = torch.zeros(0, device=device)
@@ -176,5 +178,5 @@ class ZeroEngine:
 
 
 def _before_layer(layer: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
-    """Mark the layer that is computed, in case the run hangs there."""
+    """Mark the computed layer, in case the run hangs in it."""
     enter_layer(named["call"].layer)

@@ -1,14 +1,15 @@
-"""Gradients as DeepSpeed holds them: by name, non-finite ones, refused norms, memory of queued reductions.
+"""DeepSpeed's gradients: by name, non-finite ones, rejected norms, memory for queued reductions.
 
-With ``overlap_comm`` DeepSpeed queues reductions on a stream of its own while backward runs, and drops a gradient as
-soon as its reduction is queued. PyTorch's allocator knows only the stream that a tensor was created on: it gives the
-memory of the dropped gradient to backward's next tensor, although the reduction will still read it, and write into it.
-The invariant of ``record_queued_gradients``: every tensor that a queued reduction reads or writes has that stream
-recorded (``Tensor.record_stream``) before DeepSpeed can drop it; its memory is then reused only after the reduction.
+With ``overlap_comm`` DeepSpeed queues reductions on its own stream while backward runs, and drops a gradient as soon as
+its reduction is queued. PyTorch's allocator knows only the stream on which a tensor was created: it gives the dropped
+gradient's memory to backward's next tensor, although the reduction will still read it, and write into it. The invariant
+of ``record_queued_gradients``: every tensor that a queued reduction reads or writes has that stream recorded
+(``Tensor.record_stream``) before DeepSpeed can drop it, so that its memory is reused only after the reduction.
 
 DeepSpeed 0.19.8 records most gradients. In ``stage_1_and_2.py`` it misses one that is larger than a bucket, on ranks
-that own none of it, if its reduction works on a copy: in another dtype, or of two ranks' parts. In ``stage3.py`` it
-misses one if this rank's part of it is only padding. docs/upstream/deepspeed-zero2-gradient-lifetime.md has the lines.
+that own no part of it, if its reduction works on a copy: in another dtype, or with two ranks' parts. In ``stage3.py``
+it misses one if this rank's part contains only padding. docs/upstream/deepspeed-zero2-gradient-lifetime.md has the
+lines.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from parallel.comm.communicator import Communicator
 from parallel.comm.groups import world_group
 
 Accept = Callable[[float], bool]
-"""Whether to update by a gradient of this norm, which is finite: the same answer on every rank, however often asked."""
+"""Decides whether to update with a gradient of this finite norm; same result on every rank and for repeated calls."""
 
 _OPTIMIZERS = (stage_1_and_2, stage3, bf16_optimizer)
-"""Each asks this of the norm over all ranks, before it clips, updates or counts a step; or it clears the gradients."""
+"""Each calls this check on the global norm before it clips, updates or counts a step; if invalid, it clears gradients.
+"""
 _ASKED = is_invalid_grad_norm.__name__
 
 
@@ -42,7 +44,7 @@ def named_gradients(
     groups: Sequence[Sequence[nn.Parameter]],
     gradients: Mapping[int, Sequence[Tensor]] | Sequence[Sequence[Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield DeepSpeed's gradients by name, without padding, from one list for each of its groups of parameters."""
+    """Yield DeepSpeed's gradients by name, without padding, given one list per parameter group."""
     # By identity: DeepSpeed keeps our parameters, but not their names.
     names = {id(p): name for name, p in decoder.named_parameters()}
     for number, parameters in enumerate(groups):
@@ -52,22 +54,22 @@ def named_gradients(
 
 
 def not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return 1 for each tensor with a value that is not finite, else 0, on ``device``. No host sync.
+    """Return 1 per tensor with a non-finite value, otherwise 0, on ``device``. No host sync.
 
     Tensors may be on several devices.
     """
     filled = []
     for x in tensors:
         if not x.numel():
-            x = x.new_zeros(1)  # the largest of no values is an error
+            x = x.new_zeros(1)  # the maximum over an empty tensor is an error
         filled.append(x.detach())
-    # The largest absolute value is exact, NaN if there is one, and needs no mask of each tensor.
+    # The inf norm is exact, propagates NaN, and needs no mask per tensor.
     largest = torch._foreach_norm(filled, torch.inf, dtype=torch.float32)
     return (~torch.stack([norm.to(device, non_blocking=True) for norm in largest]).isfinite()).to(torch.int32)
 
 
 def named_on_any_rank(found: Tensor, names: Iterable[str]) -> list[str]:
-    """Return the names whose entry in ``found`` is not 0 on one rank or more. Collective; changes ``found``."""
+    """Return the names flagged in ``found`` on any rank. Collective; overwrites ``found``."""
     Communicator().all_reduce(found, world_group(), doing="looking for gradients that are not finite", largest=True)
     return [name for name, one in zip(names, found.tolist(), strict=True) if one]
 
@@ -76,7 +78,7 @@ class Seen:
     """Gradient norm that an update saw."""
 
     norm: float | None = None
-    """The gradient's norm; None where it was not finite."""
+    """Norm; None if it was not finite."""
 
 
 def everything(norm: float) -> bool:
@@ -86,7 +88,7 @@ def everything(norm: float) -> bool:
 
 @contextmanager
 def refusing(accept: Accept) -> Iterator[Seen]:
-    """Make ZeRO's optimisers skip an update by a norm that ``accept`` refuses, and clear the gradients."""
+    """Make ZeRO's optimizers skip an update if ``accept`` rejects the norm, and clear the gradients."""
     seen = Seen()
 
     def is_invalid(norm: Any) -> bool:
@@ -105,21 +107,21 @@ def refusing(accept: Accept) -> Iterator[Seen]:
 
 
 def record_queued_gradients(optimizer: Any) -> None:
-    """Make DeepSpeed's optimiser record each gradient on the stream that reduces it; no effect on a CPU."""
+    """Make DeepSpeed's optimizer record each gradient on the reduction stream; no effect on a CPU."""
     accelerator = get_accelerator()
     assert accelerator is not None, "importing DeepSpeed chooses one"
     if accelerator.resolves_data_dependency():
-        return  # one queue for everything
+        return  # a single queue orders all operations
     if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
-        # All reductions go through here: of a full bucket, or of a gradient that fits into none.
+        # All reductions pass through here: a full bucket, or a gradient larger than a bucket.
         _record_before(optimizer, "average_tensor", "reduction_stream", _reduced_tensor)
     elif isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
-        # After its reduction, every gradient is dropped here.
+        # Every gradient is dropped here after its reduction.
         _record_before(optimizer, "partition_grads", "reduce_and_partition_stream", _dropped_gradients)
 
 
 def _record_before(optimizer: Any, method: str, stream: str, tensors: Callable[..., Iterable[Tensor]]) -> None:
-    """Wrap a method: record on the optimiser's stream the tensors that ``tensors`` finds in the method's arguments."""
+    """Wrap a method: before each call, record the tensors selected from its arguments on the optimizer's stream."""
     for name in (method, stream):
         assert hasattr(optimizer, name), f"DeepSpeed {deepspeed.__version__} has no {name}: gradients go unrecorded"
     plain = getattr(optimizer, method)

@@ -1,15 +1,15 @@
-"""Muon over ranks: each matrix of the momentum is made orthogonal before it is subtracted (arXiv 2502.16982).
+"""Muon over ranks: each momentum matrix is orthogonalized before it is subtracted (arXiv 2502.16982).
 
     M ← β M + (1 − β) G        U = β M + (1 − β) G
     W ← (1 − lr·λ) W − lr · 0.2 √max(rows, columns) · orthogonal(U)
 
-orthogonal(U) has the singular vectors of U, and singular values near 1: five steps of Newton–Schulz, a polynomial of
-matrix products (K. Jordan, 2024; the coefficients of ``torch.optim.Muon``). The factor gives an update the size of
-AdamW's, so that AdamW's learning rate and decay serve for both.
+orthogonal(U) has U's singular vectors, and singular values near 1: five Newton–Schulz steps, a polynomial in matmuls
+(K. Jordan, 2024; coefficients from ``torch.optim.Muon``). The factor scales the update to AdamW's size, so that AdamW's
+learning rate and decay apply to both.
 
-A rank holds ranges of flat masters, by its ZeRO stage: full matrices, parts of some, or a part of each. It makes full
-matrices orthogonal by itself. Of any other matrix one rank receives all parts, and sends back to each rank its own; the
-sizes alone determine that rank, so that all ranks have equal work.
+Depending on the ZeRO stage, a rank's flat masters contain full matrices, parts of some, or a part of each. A rank
+orthogonalizes full matrices locally. For any other matrix, one rank receives all parts and sends each rank its own part
+back; that rank follows from the sizes alone, so that all ranks have equal work.
 
 Axes: n matrices, r rows, c columns.
 """
@@ -35,14 +35,14 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 _EPS = 1e-7
 _RMS = 0.2
-"""Root mean square of AdamW's updates, as it is found in training."""
+"""Root mean square of AdamW's updates, as measured in training."""
 BUCKET_VALUES = 1 << 26
-"""Of matrices that travel at a time."""
+"""Matrix values exchanged at a time."""
 _DOING = "making matrices of Muon's momentum orthogonal"
 
 
 class Matrices(NamedTuple):
-    """Matrices that a parameter is made of."""
+    """Matrices that make up a parameter."""
 
     number: int
     rows: int
@@ -50,15 +50,15 @@ class Matrices(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of values of one matrix."""
+        """Values per matrix."""
         return self.rows * self.columns
 
 
 def matrices_of(network: nn.Module) -> dict[str, Matrices]:
-    """Return the matrices of each parameter that Muon updates: projections of blocks, routers, and experts one by one.
+    """Return the matrices that Muon updates, by parameter: block projections, routers, and experts one by one.
 
-    Embeddings, heads, norms, biases, filters, and projections to one value are left to AdamW. The gate and up
-    projections of experts count separately, as they are in dense layers.
+    AdamW updates embeddings, heads, norms, biases, filters, and projections to one value. An expert's gate and up
+    projections count separately, as in dense layers.
     """
     found: dict[str, Matrices] = {}
     in_blocks = {
@@ -76,14 +76,15 @@ def matrices_of(network: nn.Module) -> dict[str, Matrices]:
 
 
 def orthogonal(x_nrc: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return matrices with the singular vectors of these, and singular values near 1, computed in ``dtype``."""
+    """Return matrices with the same singular vectors and singular values near 1, computed in ``dtype``."""
     a, b, c = COEFFICIENTS
     out = x_nrc.to(dtype)
     is_tall = out.shape[-2] > out.shape[-1]
     if is_tall:
         out = out.mT
-    # No singular value exceeds 1 then, as the polynomial requires.
+    # Normalize so that no singular value exceeds 1, as the polynomial requires.
     out = out / out.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    # Newton–Schulz: X ← aX + (bA + cA²)X with A = X·Xᵀ. On the wide orientation, A is the smaller Gram matrix.
     for _ in range(STEPS):
         gram = out @ out.mT
         out = torch.baddbmm(out, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), out, beta=a)
@@ -93,14 +94,14 @@ def orthogonal(x_nrc: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Held(NamedTuple):
-    """Range of a parameter of matrices that a rank holds."""
+    """Range of a matrix parameter that a rank holds."""
 
     matrices: Matrices
     start: int
-    """Its first value in the flattened parameter, as this rank held it before ZeRO."""
+    """First value in the flattened parameter, as this rank held it before ZeRO."""
     numel: int
     at: int
-    """Where it lies in the flat master."""
+    """Offset in the flat master."""
 
 
 @dataclass(frozen=True)
@@ -108,34 +109,34 @@ class _Matrix:
     """Matrix that no rank holds in full."""
 
     number: int
-    """Of its parameter, among those of the flat master."""
+    """Index of its parameter in the flat master."""
     first: int
-    """Its first value in that parameter."""
+    """Offset of its first value in that parameter."""
     matrices: Matrices
     owner: int
-    """The rank in the group that makes it orthogonal."""
+    """Group rank that orthogonalizes it."""
 
     def part(self, start: int, numel: int) -> tuple[int, int]:
-        """Return its part in a range of the parameter, counted from its own first value; (0, 0) if there is none."""
+        """Return the overlap with a range of the parameter, as offsets in the matrix; (0, 0) if they are disjoint."""
         lo, hi = max(start - self.first, 0), min(start + numel - self.first, self.matrices.size)
         return (lo, hi) if lo < hi else (0, 0)
 
 
 class FlatMatrices:
-    """Matrices in one flat master of each rank, and their exchange."""
+    """Matrices in one flat master per rank, and their exchange."""
 
     def __init__(self, held: Sequence[Held], group: ProcessGroup | None, dtype: torch.dtype) -> None:
-        """Take ``held``, this rank's ranges of the same parameters on all ranks of ``group``; None: it has all."""
+        """Store ``held``, this rank's ranges; ``group`` holds the other parts (None: this rank has all)."""
         self.held, self.group, self.dtype = held, group, dtype
         self._comm = Communicator()
 
     def make_orthogonal_(self, update_N: Tensor) -> None:
-        """Replace the values of every matrix by those of the orthogonal one, times Muon's factor. Collective."""
+        """Replace every matrix by its orthogonalized form times Muon's factor. Collective."""
         for held, first, last in self._whole():
             size = held.matrices.size
             begin = held.at + first * size - held.start
             part = update_N[begin : begin + (last - first) * size].view(-1, held.matrices.rows, held.matrices.columns)
-            # A few at a time: there are hundreds of experts, and each step of the polynomial holds copies.
+            # A few at a time: there are hundreds of experts, and each Newton–Schulz step allocates copies.
             for few in part.split(max(1, BUCKET_VALUES // size)):
                 few.copy_(self._scaled(few))
         for bucket in self._buckets:
@@ -145,7 +146,7 @@ class FlatMatrices:
         return orthogonal(x_nrc, self.dtype) * (_RMS * max(x_nrc.shape[-2:]) ** 0.5)
 
     def _whole(self) -> Iterator[tuple[Held, int, int]]:
-        """Yield the matrices [first, last) of each parameter that this rank holds in full."""
+        """Yield each parameter's matrices [first, last) that this rank holds in full."""
         for held in self.held:
             size = held.matrices.size
             first, last = -(-held.start // size), (held.start + held.numel) // size
@@ -154,7 +155,7 @@ class FlatMatrices:
 
     @cached_property
     def _ranges(self) -> list[list[tuple[int, int]]]:
-        """Start and number of values of every parameter on each rank of the group. Collective."""
+        """Start and size of every parameter's range on each rank in the group. Collective."""
         own = [(held.start, held.numel) for held in self.held]
         if self.group is None:
             return [own]
@@ -162,7 +163,7 @@ class FlatMatrices:
 
     @cached_property
     def _buckets(self) -> list[list[_Matrix]]:
-        """Matrices that no rank holds in full, in buckets that travel together. Collective."""
+        """Matrices that no rank holds in full, in buckets that are exchanged together. Collective."""
         load = [0] * len(self._ranges)
         found: list[list[_Matrix]] = []
         filled = BUCKET_VALUES
@@ -172,7 +173,8 @@ class FlatMatrices:
                 first = index * matrices.size
                 if any(start <= first and first + matrices.size <= start + n for start, n in self._of(number)):
                     continue
-                # The rank with the least work so far; of several the first.
+                # Greedy balance: the rank with the least work so far, the first one in a tie. Deterministic, so all
+                # ranks agree.
                 owner = load.index(min(load))
                 load[owner] += matrices.size * min(matrices.rows, matrices.columns)
                 if filled + matrices.size > BUCKET_VALUES:
@@ -183,16 +185,15 @@ class FlatMatrices:
         return found
 
     def _of(self, number: int) -> list[tuple[int, int]]:
-        """Return the ranges of one parameter, by rank."""
         return [of_rank[number] for of_rank in self._ranges]
 
     def _exchange(self, update_N: Tensor, bucket: Sequence[_Matrix]) -> None:
-        """Collect each matrix of a bucket on its owner, and return the parts of the orthogonal one to their ranks."""
+        """Collect each bucket matrix on its owner, and return the orthogonalized parts to their ranks."""
         assert self.group is not None, "a matrix that nobody has whole, without other ranks"
         ranks = range(self.group.size())
         own = self.group.rank()
         by_owner = [[matrix for matrix in bucket if matrix.owner == rank] for rank in ranks]
-        # In the same order on both sides: by matrix of the owner, and by rank.
+        # Both sides use the same order: by the owner's matrix, then by rank.
         mine = [[self._own_part(matrix) for matrix in of_owner] for of_owner in by_owner]
         sent = [torch.cat([update_N[part] for part in parts] or [update_N[:0]]) for parts in mine]
         theirs = [[matrix.part(*self._ranges[rank][matrix.number]) for matrix in by_owner[own]] for rank in ranks]
@@ -213,7 +214,7 @@ class FlatMatrices:
             update_N[part].copy_(values)
 
     def _own_part(self, matrix: _Matrix) -> slice:
-        """Return the slice of the flat master that holds this rank's part of a matrix."""
+        """Return this rank's part of a matrix as a slice of the flat master."""
         held = self.held[matrix.number]
         lo, hi = matrix.part(held.start, held.numel)
         begin = held.at + matrix.first - held.start
@@ -221,21 +222,21 @@ class FlatMatrices:
 
 
 class Muon(AdamW):
-    """AdamW whose groups with ``matrices`` are updated by Muon instead; their state is one moment."""
+    """AdamW that updates groups with ``matrices`` by Muon instead; these keep one moment."""
 
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float, **options: Any) -> None:
         super().__init__(groups, **options)
         self.momentum = momentum
         self.matrix_dtype = torch.float32
-        """What matrices are made orthogonal in: bfloat16 on GPUs, as its authors do."""
+        """Dtype for orthogonalization: bfloat16 on GPUs, as in the reference implementation."""
         if groups[0]["params"][0].device.type != "cpu":
             self.matrix_dtype = torch.bfloat16
         self.flats: Mapping[int, FlatMatrices] = {}
-        """Of each flat master of matrices, by its identity; known once ZeRO has made them."""
+        """By identity of each flat matrix master; set once ZeRO has created them."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update by the gradients of all parameters. Collective."""
+        """Update with the gradients of all parameters. Collective."""
         every = self.param_groups
         self.param_groups = [group for group in every if not group["matrices"]]
         try:
@@ -257,7 +258,7 @@ class Muon(AdamW):
         state["step"] += 1
         momentum, update = state["exp_avg"], p.grad
         momentum.lerp_(update, 1 - self.momentum)
-        # In place of the gradient, which is not read any more.
+        # In place of the gradient, which is not read again.
         update.lerp_(momentum, self.momentum)
         self.flats[id(p)].make_orthogonal_(update.view(-1))
         p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -267,7 +268,7 @@ class Muon(AdamW):
 def whole_matrices(
     masters: Mapping[str, Tensor], matrices: Mapping[str, Matrices], dtype: torch.dtype
 ) -> dict[int, FlatMatrices]:
-    """Return ``Muon.flats`` of masters that one process holds in full, each by itself."""
+    """Build ``Muon.flats`` for masters that one process holds in full, each separately."""
     return {
         id(masters[name]): FlatMatrices([Held(of_name, 0, masters[name].numel(), 0)], None, dtype)
         for name, of_name in matrices.items()

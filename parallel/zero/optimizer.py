@@ -1,4 +1,4 @@
-"""AdamW, or Muon with it: options, groups of parameters, AdamW's class, and the state before the first step."""
+"""AdamW, or Muon with it: options, parameter groups, the AdamW class, and the state before the first step."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from longctx.checkpoint_format import ROLES
 from longctx.objectives.task import Task
 
 MASTER, MOMENTS = ROLES[0], ROLES[1:]
-"""The float32 weight, and what AdamW keeps beside it: the roles of a parameter's state."""
+"""The float32 weight and AdamW's moments: the roles in a parameter's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """AdamW with decoupled weight decay on matrices only, or Muon for the matrices of blocks (``muon``)."""
+    """AdamW with decoupled weight decay on matrices only, or Muon for block matrices (``muon``)."""
 
     name: str = "adamw"
     """adamw or muon."""
     momentum: float = 0.95
-    """Muon's decay of the gradient's mean."""
+    """Decay rate for Muon's gradient average."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down; 0 never."""
     fused: bool | None = None
-    """Whether one kernel updates everything; None: on GPUs (``uses_fused_adamw``)."""
+    """Whether one kernel updates all tensors; None: on GPUs (``uses_fused_adamw``)."""
 
 
 def optimizer_groups(model: Task, weight_decay: float, orthogonal: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return parameter groups: only matrices decay, not norms and biases; experts spread over ranks are separate.
+    """Build parameter groups: matrices decay, norms and biases do not; sharded experts are separate.
 
-    So are the ``orthogonal`` parameters, if there are any: Muon's groups of ``matrices``.
+    ``orthogonal`` parameters form separate groups, too: those with ``matrices``, for Muon.
     """
     groups = []
     muons = {id(p) for name, p in model.network.named_parameters() if name in orthogonal}
-    # DeepSpeed reduces a group in one process group: marked experts in that of the ranks that hold the same ones.
+    # DeepSpeed reduces each group in one process group: marked experts over the ranks that hold the same ones.
     for name in dict.fromkeys(getattr(p, "group_name", None) for p in model.parameters()):
         of_experts = {}
         if name is not None:
@@ -52,15 +52,16 @@ def optimizer_groups(model: Task, weight_decay: float, orthogonal: Collection[st
         kinds = [(matrices, weight_decay, False), (vectors, 0.0, False)]
         kinds.append(([p for p in parameters if id(p) in muons], weight_decay, True))
         for params, decay, is_muons in kinds:
-            if params:  # DeepSpeed refuses an empty group
+            if params:  # DeepSpeed rejects an empty group
                 groups.append({"params": params, "weight_decay": decay, "matrices": is_muons, **of_experts})
     return groups
 
 
 class AdamW(torch.optim.AdamW):
-    """PyTorch's AdamW, with methods that do not import torch.compile's tracer just to be excluded from tracing.
+    """PyTorch's AdamW, with methods that do not import torch.compile's tracer only to be excluded from tracing.
 
-    They are PyTorch's own, without decorators. The tracer takes a second of every start, and a run traces nothing.
+    The methods are PyTorch's own, without decorators. Importing the tracer takes a second at every start, and a run
+    traces no function.
     """
 
     add_param_group = unwrap(torch.optim.AdamW.add_param_group)
@@ -71,9 +72,9 @@ class AdamW(torch.optim.AdamW):
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon with ``torch.compile`` switched off: it would compile three functions that are not used.
+    """Import DeepSpeed's Muon with ``torch.compile`` disabled: it would compile three functions that are never called.
 
-    Each ZeRO stage imports the module to check whether the optimiser is a Muon. Ours is an AdamW.
+    Each ZeRO stage imports the module to check whether the optimizer is a Muon. Ours is an AdamW.
     """
     compile_function = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
@@ -84,10 +85,10 @@ def import_muon() -> None:
 
 
 def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
-    """Give zero moments to masters without moments, and a step counter each."""
+    """Create zero moments and a step counter for masters that lack them."""
     muons = getattr(inner, "flats", {})
     for p in masters:
-        # A rank may hold no part of a buffer, and a run that continues has its moments already.
+        # A rank may hold no part of a buffer, and a resumed run already has moments.
         if p.numel() and not inner.state[p]:
             kept = MOMENTS[:1] if id(p) in muons else MOMENTS
             moments = {moment: torch.zeros_like(p) for moment in kept}
@@ -95,8 +96,9 @@ def fill_moments(inner: torch.optim.Optimizer, masters: list[Tensor]) -> None:
 
 
 def _step_counter(inner: torch.optim.Optimizer, master: Tensor) -> Tensor | int:
-    """Return a counter of no steps in the optimiser's form: a number for DeepSpeed's, a tensor on the CPU for
-    PyTorch's, or on the master's device for its fused kernel."""
+    """Return a zero counter in the optimizer's form: a number for DeepSpeed's AdamW, a CPU tensor for PyTorch's, or a
+    tensor on the master's device for its fused kernel.
+    """
     if not isinstance(inner, torch.optim.AdamW):
         return 0
     if inner.defaults.get("fused"):
@@ -105,15 +107,16 @@ def _step_counter(inner: torch.optim.Optimizer, master: Tensor) -> Tensor | int:
 
 
 def set_steps(inner: torch.optim.Optimizer, steps: int) -> None:
-    """Make the optimiser count on from so many steps."""
+    """Set the optimizer's step count, from which it continues."""
     for state in inner.state.values():
         if isinstance(state.get("step"), Tensor):
-            # One tensor each, on its device: AdamW counts up in place, and a shared one would count once per parameter.
+            # A separate tensor each, on its device: AdamW increments in place, and a shared one would count once per
+            # parameter.
             state["step"] = torch.full_like(state["step"], float(steps))
         elif "step" in state:
             state["step"] = steps
 
 
 def masters_of(inner: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the tensors that the optimiser updates."""
+    """Return the tensors that the optimizer updates."""
     return [p for group in inner.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""ZeRO options of a run besides its stage, and defaults that depend on the device."""
+"""ZeRO options apart from the stage, and their device-dependent defaults."""
 
 from __future__ import annotations
 
@@ -11,52 +11,51 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOptions:
-    """Settings of DeepSpeed's ``zero_optimization``. Sizes count values, not bytes."""
+    """Settings for DeepSpeed's ``zero_optimization``. Sizes count values, not bytes."""
 
     overlap_comm: bool | None = None
-    """Whether gradients are reduced while backward goes on; None: where it pays (``overlaps``)."""
+    """Whether gradient reduction overlaps with backward; None: if it pays (``overlaps``)."""
     reduce_bucket_size: int = 50_000_000
-    """Gradients that are reduced at once."""
+    """Gradient values per reduction."""
     allgather_bucket_size: int = 500_000_000
     """Updated weights that stages 1 and 2 gather at once."""
     parameter_alignment: bool | None = None
-    """Whether each parameter of stages 1 and 2 starts at a multiple of 16 bytes; None: on GPUs, whose grouped products
-    want it."""
+    """Whether stages 1 and 2 align each parameter to 16 bytes; None: on GPUs, whose grouped matmuls need it."""
     prefetch_bucket_size: int = 50_000_000
-    """Weights that stage 3 gathers before they are needed."""
+    """Weights that stage 3 gathers ahead of use."""
     max_live_parameters: int = 1_000_000_000
-    """Gathered weights that stage 3 keeps at most."""
+    """Most gathered weights that stage 3 keeps."""
     param_persistence_threshold: int = 100_000
-    """Parameters below this size stay whole in stage 3."""
+    """Parameters below this size stay unpartitioned in stage 3."""
     sub_group_size: int | None = None
-    """Parameters that stage 3 updates at once; None: what ``update_size`` says."""
+    """Parameters that stage 3 updates at once; None: see ``update_size``."""
     hpz_partition_size: int = 1
-    """Ranks, such as those of a node, that keep a second copy of the weights among them (hpZ)."""
+    """Ranks, such as one node's, that keep a secondary copy of the weights partitioned among them (hpZ)."""
     quantized_weights: bool = False
     """Whether stage 3 gathers weights in 8 bits (qwZ)."""
     quantized_gradients: bool = False
     """Whether stage 3 reduces gradients in 4 and 8 bits (qgZ)."""
     offload: str = "none"
-    """Where masters, moments and gradients live: "none" is the device, "cpu" the machine's memory, where AdamW runs,
-    "nvme" a disk, from which stage 3 reads a sub-group at a time."""
+    """Placement of masters, moments and gradients: "none" is the device; "cpu" the host memory, and AdamW runs there;
+    "nvme" a disk, from which stage 3 reads one sub-group at a time."""
     offload_parameters: str = "none"
-    """Where stage 3 keeps its part of the weights."""
+    """Placement of stage 3's weight partition."""
     nvme_path: str = ""
     """Folder on that disk."""
     pin_memory: bool = True
-    """Whether what is offloaded lies in page-locked memory, which copies take less time to and from."""
+    """Whether offloaded data is in page-locked memory, which makes copies faster."""
 
     @property
     def swaps(self) -> bool:
-        """True if a disk holds any state."""
+        """True if any state is on disk."""
         return "nvme" in (self.offload, self.offload_parameters)
 
 
 def default_stage(device_type: str) -> int:
-    """Return the stage for ``zero.stage = "auto"``: 2 on GPUs, else 1.
+    """Return the stage for ``zero.stage = "auto"``: 2 on GPUs, otherwise 1.
 
-    Stage 1 keeps all float32 gradients on each rank: 32 GB for an 8B model. Stage 2 spreads them and reduces them in
-    buckets while backward runs. On a CPU nothing overlaps, and one reduction at the end of the step is faster.
+    Stage 1 keeps all float32 gradients on each rank: 32 GB for an 8B model. Stage 2 partitions them and reduces them in
+    buckets during backward. On a CPU nothing overlaps, and one reduction at the end of the step is faster.
     """
     if device_type == "cuda":
         return 2
@@ -64,9 +63,9 @@ def default_stage(device_type: str) -> int:
 
 
 def overlaps(stage: int, device_type: str, wish: bool | None) -> bool:
-    """Return whether DeepSpeed reduces gradients (and gathers weights, in stage 3) during backward.
+    """Return True if DeepSpeed reduces gradients (and gathers weights, in stage 3) during backward.
 
-    Stage 3 prefetches everywhere. Stages 1 and 2 need a second stream, which a CPU does not have.
+    Stage 3 prefetches on all devices. Stages 1 and 2 need a second stream, which a CPU does not have.
     """
     if wish is not None:
         return wish
@@ -74,14 +73,15 @@ def overlaps(stage: int, device_type: str, wish: bool | None) -> bool:
 
 
 def aligns(device_type: str, wish: bool | None) -> bool:
-    """Return whether stages 1 and 2 leave gaps in flat buffers, so that each parameter starts at 16 bytes."""
+    """Return True if stages 1 and 2 pad flat buffers so that each parameter is 16-byte aligned."""
     if wish is not None:
         return wish
     return device_type == "cuda"
 
 
 def uses_fused_adamw(device_type: str, wish: bool | None) -> bool:
-    """Return whether AdamW updates in one kernel: on GPUs, since other forms hold temporaries of twice the partition.
+    """Return True if AdamW updates in one kernel: on GPUs, since other forms need temporaries twice the partition's
+    size.
 
     On a CPU the plain form is used: the fused one rounds differently.
     """
@@ -93,8 +93,7 @@ def uses_fused_adamw(device_type: str, wish: bool | None) -> bool:
 def update_size(offload: str, wish: int | None) -> int:
     """Return the parameters that stage 3 updates at once: 1 billion (DeepSpeed's default), or 100 million from a disk.
 
-    With a disk, memory holds four times one sub-group in float32, so that a larger one would save nothing of most
-    models.
+    With a disk, memory holds four times one sub-group in float32, so a larger one would save no memory for most models.
     """
     if wish is not None:
         return wish

@@ -1,4 +1,4 @@
-"""Partition of a model by a ZeRO stage, and DeepSpeed's start: the base of ``Whole``, ``Flat`` and ``Sharded``."""
+"""Model partition per ZeRO stage, and DeepSpeed's startup: the base class for ``Whole``, ``Flat`` and ``Sharded``."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ from parallel.zero.swapping import SwapSpace, WeightSwapper, swap_space
 from parallel.zero.tensors import ModelTensors
 
 WORKING = "weight of forward"
-"""The role of what forward reads, where it is not the master."""
+"""Role for the weight that forward reads, if it is not the master."""
 
 
 class Extent(NamedTuple):
-    """Flat range of a parameter whose master and moments this rank holds."""
+    """Flat range in a parameter, with its master and moments on this rank."""
 
     start: int
     """In the parameter as this rank held it before ZeRO."""
     numel: int
-    """0 where the rank holds nothing of it."""
+    """0 if the rank holds no part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapping:
-    """Model and settings that DeepSpeed is started with."""
+    """Model and settings with which DeepSpeed is started."""
 
     model: Task
     tensors: ModelTensors
     stage: int
     dtype: torch.dtype
     accumulation: int
-    """Micro-batches that make a step."""
+    """Micro-batches per step."""
     options: OptimizerOptions
     zero: ZeroOptions
     matrices: Mapping[str, Matrices]
-    """Of the parameters that Muon updates; none with AdamW."""
+    """Matrices by name, for the parameters that Muon updates; empty with AdamW."""
 
     def start(self, *, clip_norm: float) -> Any:
-        """Hand the module to DeepSpeed and return its engine. It clips by ``clip_norm``; 0 never."""
+        """Wrap the module with DeepSpeed and return its engine. ``clip_norm`` 0 disables clipping."""
         with swap_space(self.zero) as space:
             return self._start(clip_norm, space)
 
     def _start(self, clip_norm: float, space: SwapSpace | None) -> Any:
-        """Run ``start`` with the disk that DeepSpeed may swap to."""
+        """Run ``start`` with the disk space to which DeepSpeed may swap."""
         swap_path, swapper = "", None
         if space is not None:
             swap_path = space.path
             swapper = WeightSwapper(space, self.dtype, persistence_threshold=self.zero.param_persistence_threshold)
         config = deepspeed_config(self.stage, self.dtype, self.accumulation, clip_norm, self.zero, swap_path=swap_path)
-        # Groups first: they depend on the number of axes, which a partitioned parameter has lost.
+        # Build groups first: they depend on the number of dims, which a partitioned parameter has lost.
         groups = optimizer_groups(self.model, self.options.weight_decay, self.matrices)
         with groups_of_library():
             allocate(
@@ -80,12 +80,12 @@ class Wrapping:
                 swapper=swapper,
             )
         optimizer = self._optimizer(groups)
-        # DeepSpeed prints memory figures that no option silences. Before each it collects garbage, 15 times in all: the
-        # imports have made a million objects, and none of them is garbage.
+        # DeepSpeed prints memory usage that no option silences, and collects garbage before each report, 15 times in
+        # total. The imports have created a million live objects, so freeze them.
         gc.freeze()
         try:
             with redirect_stdout(io.StringIO()), groups_of_library(), nothing_is_sent():
-                # Any: DeepSpeed's types name a dozen optimisers, and none of the attributes that we use.
+                # Any: DeepSpeed's types list a dozen optimizers, but not the attributes used here.
                 engine: Any = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
         finally:
             gc.unfreeze()
@@ -93,23 +93,26 @@ class Wrapping:
         return engine
 
     def _optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the optimiser that DeepSpeed wraps."""
         common: dict[str, Any] = {"lr": 0.0, "betas": self.options.betas, "eps": self.options.eps}
         if self.zero.offload != "none":
             assert self.options.name == "adamw", "what is offloaded is DeepSpeed's AdamW's"
             return build_cpu_adam(groups, **common)
-        # Otherwise one parameter at a time: the foreach form would hold temporaries of all of them at once.
+        # One parameter at a time: the foreach form would need temporaries for all of them at once.
         common |= {"foreach": False, "fused": uses_fused_adamw(accelerator(), self.options.fused)}
         if self.options.name == "muon":
             return Muon(groups, momentum=self.options.momentum, **common)
         return AdamW(groups, **common)
 
 
+# ZeRO ranges. A stage decides which flat range of each parameter a rank owns (`extent`); master weights and moments
+# exist only for owned ranges. Invariant: over all ranks that hold a parameter, the owned ranges cover each value
+# exactly once. In stage 0 every rank holds the full range, and `answers_for` selects one rank per tensor. So
+# checkpointing, loading and checksums need no code per stage. (ZeRO: Rajbhandari et al., arXiv 1910.02054.)
 class Partition(ABC):
-    """Wrapped model as one kind of stage holds it. Defaults here hold unless a stage overrides them."""
+    """Wrapped model as partitioned by one kind of stage. Defaults apply unless a stage overrides them."""
 
     def __init__(self, wrapping: Wrapping, clip_norm: float) -> None:
-        """Start DeepSpeed, which clips by ``clip_norm``; 0 never."""
+        """Start DeepSpeed. ``clip_norm`` 0 disables clipping."""
         self._model, self._tensors = wrapping.model, wrapping.tensors
         self._offloads = wrapping.zero.offload != "none"
         self._matrices = wrapping.matrices
@@ -119,16 +122,16 @@ class Partition(ABC):
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """AdamW inside the optimisers that wrap it."""
+        """AdamW inside the optimizers that wrap it."""
         return self.engine.optimizer.optimizer
 
     def update(self, accept: Accept) -> tuple[float, bool]:
-        """Clip the gradients, update masters and weights, clear the gradients.
+        """Clip the gradients, update masters and weights, and clear the gradients.
 
-        Return the norm before clipping, and whether there was an update: on no rank if the norm is not finite, or if
-        ``accept`` refuses it. Gradients are cleared in any case. Collective.
+        Return the norm before clipping, and True if the update ran. It is skipped on all ranks if the norm is not
+        finite, or if ``accept`` rejects it. Gradients are cleared in either case. Collective.
         """
-        # Stages 1 to 3 silently skip the update on all ranks as soon as one rank's part is not finite
+        # Stages 1 to 3 silently skip the update on all ranks as soon as one rank's partition is not finite
         # (``optimizer.overflow``; stage 2 does so in bfloat16 because ``check_grad_overflow`` is set).
         with refusing(accept) as seen:
             self.engine.step()
@@ -140,43 +143,43 @@ class Partition(ABC):
 
     @abstractmethod
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of the step's gradient, by name, as DeepSpeed holds it between backward and step."""
+        """Yield this rank's part of the step's gradient, by name, as held by DeepSpeed between backward and step."""
 
     @abstractmethod
     def extent(self, name: str, p: nn.Parameter) -> Extent:
-        """Return the range of a parameter of which this rank holds masters and moments."""
+        """Return the parameter's range for which this rank holds masters and moments."""
 
     def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
-        """Return parameters by name, all of them once: those of a group are in memory together."""
+        """Return all parameters by name, each in one group; a group's parameters are in memory together."""
         return [list(self._model.network.named_parameters())]
 
     @contextmanager
     def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
-        """Keep masters and moments of a group's parameters in memory within the block.
+        """Keep masters and moments for a group's parameters in memory within the block.
 
-        With ``moments`` every master has its own: DeepSpeed and AdamW create them only at the first step. With
-        ``writes`` the values written to masters and moments stay, and reach the weights that forward reads, as after a
-        step, once ``refresh_weights`` was called.
+        With ``moments``, create missing moments: DeepSpeed and AdamW do so only at the first step. With ``writes``,
+        values written to masters and moments persist and, after ``refresh_weights``, reach the weights that forward
+        reads, as after a step.
         """
         if moments:
             fill_moments(self.inner, masters_of(self.inner))
         yield
 
     def roles(self, name: str) -> tuple[str, ...]:
-        """Return the roles that the optimiser keeps of a parameter."""
+        """Return the parameter's roles in the optimizer state."""
         if name in self._matrices:
             return ROLES[:2]
         return ROLES
 
     @abstractmethod
     def flats(self) -> Iterator[tuple[Tensor, Sequence[tuple[str, nn.Parameter]]]]:
-        """Yield each tensor that the optimiser updates, and the parameters, by name, that it has parts of.
+        """Yield each tensor that the optimizer updates, with the parameters, by name, that it contains.
 
-        The order is the same on all ranks that hold the same weights, also if they hold no part of a parameter.
+        The order is equal on all ranks that hold the same weights, even if they hold no part of a parameter.
         """
 
     def _flat_matrices(self, inner: Muon) -> Iterator[tuple[int, FlatMatrices]]:
-        """Yield the matrices in each tensor that Muon updates, by the tensor's identity."""
+        """Yield the matrices in each tensor that Muon updates, by the tensor's id."""
         for flat, parameters in self.flats():
             held = []
             for name, p in parameters:
@@ -190,19 +193,19 @@ class Partition(ABC):
             else:
                 first = parameters[0][0]
                 group = None
-                # Full on every rank, or spread over those that hold the same weights.
+                # Full on every rank, or partitioned over the ranks that hold the same weights.
                 if not self.is_whole:
                     group = self._tensors.replicas(first)
                 yield id(flat), FlatMatrices(held, group, inner.matrix_dtype)
 
     is_whole: bool = False
-    """Whether every rank has all values of every master that it has any of."""
+    """True if every rank has all values of each master that it holds."""
 
     @abstractmethod
     def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
-        """Return by role a flat tensor of this rank's part of a ``resident`` parameter.
+        """Return, by role, a flat tensor with this rank's part of a ``resident`` parameter.
 
-        Only the first values count, as many as its extent has; padding may follow.
+        Only the first ``extent.numel`` values count; padding may follow.
         """
 
     def replicas(self, name: str) -> ProcessGroup | None:
@@ -210,11 +213,11 @@ class Partition(ABC):
         return None
 
     def answers_for(self, index: int, name: str) -> bool:
-        """Return whether this rank is the one that provides its part of the ``index``-th parameter."""
+        """Return True if this rank provides its part of the ``index``-th parameter."""
         return True
 
     def alike(self, name: str, p: nn.Parameter) -> dict[str, Tensor]:
-        """Return the tensors of a parameter that other ranks hold with the same bits, by role; full or none."""
+        """Return a parameter's tensors that other ranks hold with equal bits, by role; full or empty."""
         return {}
 
     def working_part(self, name: str, p: nn.Parameter) -> Tensor:

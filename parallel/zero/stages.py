@@ -1,4 +1,4 @@
-"""Partitions of a model by ZeRO stage: full on every rank, in flat buffers over ranks, or each tensor sharded."""
+"""Partitions by ZeRO stage: full on every rank, in flat buffers across ranks, or each tensor sharded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Whole(Partition):
 
     def __init__(self, wrapping: Wrapping) -> None:
         self._clip_norm, clip_norm = 0.0, wrapping.options.clip_norm
-        # DeepSpeed would clip by the mean of norms that each leave out the other ranks' experts: we clip instead.
+        # DeepSpeed would clip by a mean over norms that each exclude remote experts: clip here instead.
         if wrapping.tensors.experts is not None:
             self._clip_norm, clip_norm = clip_norm, 0.0
         super().__init__(wrapping, clip_norm)
@@ -42,15 +42,16 @@ class Whole(Partition):
         return self.engine.optimizer
 
     def update(self, accept: Accept) -> tuple[float, bool]:
-        """Check the norm first: DeepSpeed would update even by a gradient that is not finite."""
-        # The same norm on every rank, from averaged gradients: all of them update, or none does.
+        """Check the norm first: DeepSpeed would update even with a non-finite gradient."""
+        # Gradients are averaged, so the norm is equal on every rank: either all update, or all skip.
         norm = self._gradient_norm()
         taken = math.isfinite(norm) and accept(norm)
         if taken:
             self._clip_gradients(norm)
             self.engine.step()
         else:
-            # DeepSpeed counts the step's micro-batches and clears their gradients; its optimiser does nothing.
+            # Skip: DeepSpeed counts the step's micro-batches and clears their gradients, while its optimizer does no
+            # update.
             self.engine.optimizer.step, update = _nothing, self.engine.optimizer.step
             try:
                 self.engine.step()
@@ -87,7 +88,7 @@ class Whole(Partition):
         if self._tensors.replicas(name) is None:
             return {}
         found = {MASTER: p.detach()}
-        # Before the first step there are no moments.
+        # Moments exist only after the first step.
         found.update((moment, self.inner.state[p][moment]) for moment in MOMENTS if moment in self.inner.state[p])
         return found
 
@@ -100,7 +101,7 @@ class Whole(Partition):
         experts = self._tensors.experts
         if experts is None:
             return float(torch.nn.utils.get_total_norm(gradients.values()))
-        # Every rank has the same gradients of the shared weights; those of the experts are only of its own experts.
+        # Every rank has the same gradients for shared weights, but expert gradients only for its local experts.
         of_experts = [gradient for name, gradient in gradients.items() if is_expert_weight(name)]
         of_others = [gradient for name, gradient in gradients.items() if not is_expert_weight(name)]
         norms = [torch.nn.utils.get_total_norm(part) for part in (of_others, of_experts)]
@@ -110,7 +111,7 @@ class Whole(Partition):
         return float(squares.sum().sqrt())
 
     def _clip_gradients(self, norm: float) -> None:
-        """Scale gradients of this norm down to ``clip_norm``; if experts are not spread, DeepSpeed does it."""
+        """Scale gradients with this norm down to ``clip_norm``; DeepSpeed does it if experts are not sharded."""
         if self._clip_norm <= 0 or norm + 1e-6 <= self._clip_norm:
             return
         factor = self._clip_norm / (norm + 1e-6)
@@ -120,25 +121,28 @@ class Whole(Partition):
 
 
 def _nothing() -> None:
-    """Replace the update of a step that is skipped."""
+    """Replace the optimizer update in a skipped step."""
 
 
+# Stages 1 and 2: DeepSpeed concatenates a group's parameters into one flat buffer and gives each rank an equal range,
+# so a range may begin and end inside a parameter. ``_hp_mapping`` links a parameter to the part inside this rank's
+# range.
 class Flat(Partition):
-    """Stages 1 and 2: every rank holds full weights, and a range of each flat buffer of masters and moments.
+    """Stages 1 and 2: full weights on every rank, and one range per flat buffer of masters and moments.
 
-    In stage 2 gradients are in flat buffers spread over ranks, too.
+    In stage 2 gradients are partitioned in flat buffers, too.
     """
 
     def __init__(self, wrapping: Wrapping) -> None:
         super().__init__(wrapping, wrapping.options.clip_norm)
-        # In stage 1 and bfloat16 DeepSpeed uses a different optimiser class, which keeps full gradients.
+        # In stage 1 with bfloat16 DeepSpeed uses a different optimizer class, which keeps full gradients.
         self._keeps_whole_gradients = wrapping.stage == 1 and wrapping.dtype == torch.bfloat16 and not self._offloads
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        # Both by group of parameters, in the order in which the group lists them.
+        # Both lists are per parameter group, in the group's order.
         zero = self.engine.optimizer
         if self._offloads:
-            # They are on their way to CPU memory.
+            # Copies to CPU memory may still be in flight.
             zero._wait_for_offload_copies()
             groups, gradients = zero.params_in_partition, zero.offload_gradient_dict
         elif self._keeps_whole_gradients:
@@ -156,7 +160,7 @@ class Flat(Partition):
 
     def extent(self, name: str, p: nn.Parameter) -> Extent:
         fragment = p._hp_mapping  # type: ignore[attr-defined]
-        if fragment is None:  # all of it is in the ranges of other ranks
+        if fragment is None:  # entirely in other ranks' ranges
             return Extent(0, 0)
         address = fragment.lp_fragment_address
         return Extent(address.start, address.numel)
@@ -165,7 +169,7 @@ class Flat(Partition):
     def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
         with super().resident(group, moments=moments):
             if moments:
-                # DeepSpeed links each parameter to its ranges of the moments once; these are new.
+                # DeepSpeed links parameters to their moment ranges only once, and these moments are new: link again.
                 self.engine.optimizer._hp_optimizer_states_linked = False
                 self.engine.optimizer._lazy_init_hp_params_optimizer_state()
             yield
@@ -186,22 +190,22 @@ class Flat(Partition):
         return {WORKING: p.detach()}
 
     def refresh_weights(self) -> None:
-        # Each rank rounds its own masters; one all-gather of each flat buffer brings those of the others.
+        # Each rank rounds its own masters; one all-gather per flat buffer delivers the others'.
         self.engine.optimizer.update_lp_params()
 
 
 class Sharded(Partition):
     """Stage 3: every rank holds a part of each weight, with its master, moments and gradient.
 
-    Each parameter is cut into equal parts, one per rank; the last ones are padded.
+    Each parameter is cut into equal parts, one per rank; the last parts are padded.
     """
 
     def __init__(self, wrapping: Wrapping) -> None:
-        # Weights that another module's forward reads, such as a tied head: DeepSpeed has to gather them there too.
+        # Weights read by another module's forward, such as a tied head: DeepSpeed must gather them there, too.
         for module, parameter in external_parameters(wrapping.model.network):
             deepspeed.zero.register_external_parameter(module, parameter)
-        # A compiled graph spans modules, and no hook runs inside of it; and with chunks weights would be gathered once
-        # for each. So all weights of a block are gathered before it runs.
+        # Gather all weights in a block before it runs: a compiled graph spans modules without running their hooks, and
+        # in chunked execution each chunk would gather again.
         execution = wrapping.model.network.execution
         if execution.compiler is not None or execution.chunk_tokens:
             leaves: list[type[nn.Module]] = [Block]
@@ -211,7 +215,7 @@ class Sharded(Partition):
         super().__init__(wrapping, wrapping.options.clip_norm)
 
     def update(self, accept: Accept) -> tuple[float, bool]:
-        # DeepSpeed expects a weight that it finds in memory to stay there, even one that it has read ahead.
+        # Release weights that were read ahead: DeepSpeed assumes that a weight found in memory stays there.
         if self._swapper is not None:
             self._swapper.release_all()
         return super().update(accept)
@@ -221,7 +225,7 @@ class Sharded(Partition):
         if not self._offloads:
             yield from named_gradients(self._model.network, zero.fp16_groups, zero.averaged_gradients)
             return
-        # The gradients that it hands on, to AdamW's copy or to a disk, are here, too.
+        # With offload, gradients handed to the CPU optimizer or to disk are also in this flat buffer.
         start = 0
         for group in self.groups():
             for name, p in group:
@@ -231,7 +235,7 @@ class Sharded(Partition):
 
     def extent(self, name: str, p: nn.Parameter) -> Extent:
         _, _, count = self._position(p)
-        # Equal parts by rank: the range of the last ones may be beyond the parameter's end, as padding.
+        # Equal parts by rank: the last ranges may extend past the parameter's end, as padding.
         start = p.ds_zero_partition_rank * count  # type: ignore[attr-defined]
         return Extent(start, self._num_own(name, p, count))
 
@@ -239,19 +243,19 @@ class Sharded(Partition):
         yield from zip(self.engine.optimizer.fp32_partitioned_groups_flat, self.groups(), strict=True)
 
     def groups(self) -> list[list[tuple[str, nn.Parameter]]]:
-        # DeepSpeed's sub-groups: each is updated at once, and read from a disk at once.
+        # DeepSpeed's sub-groups: each is updated, and read from disk, as a unit.
         names = {id(p): name for name, p in self._model.network.named_parameters()}
         return [[(names[id(p)], p) for p in group] for group in self.engine.optimizer.fp16_groups]
 
     @contextmanager
     def resident(self, group: int, *, moments: bool, writes: bool = False) -> Iterator[None]:
         zero = self.engine.optimizer
-        # The optimiser is given one flat group at a time during a step: between steps it has none of them.
+        # The optimizer receives one flat group at a time during a step; between steps it has no groups.
         flat = zero.fp32_partitioned_groups_flat[group]
         is_swapped = zero._swappable_optimizer_subgroup(group)
         if is_swapped:
             zero.optimizer_swapper.swap_in_optimizer_state(parameter=flat)
-        # New moments have no place on the disk yet.
+        # New moments do not exist on disk yet, so they must be written.
         keeps = is_swapped and (writes or (moments and not self.inner.state[flat]))
         try:
             if moments:
@@ -263,12 +267,12 @@ class Sharded(Partition):
             if keeps:
                 zero._optimizer_states_and_gradient_swap_out(group)
         finally:
-            # Also after an error; no effect if it was written.
+            # Also after an error; a no-op if the buffers were written out.
             if is_swapped:
                 zero._release_swap_buffers(group)
 
     def part(self, name: str, p: nn.Parameter, roles: Sequence[str] = ROLES) -> dict[str, Tensor]:
-        # The originals: DeepSpeed's own functions would return copies on the GPU of offloaded tensors.
+        # Access the originals: DeepSpeed's accessors would copy offloaded tensors to the GPU.
         group, first, count = self._position(p)
         flat = self.engine.optimizer.fp32_partitioned_groups_flat[group]
         values = {MASTER: flat.narrow(0, first, count)}
@@ -284,16 +288,16 @@ class Sharded(Partition):
         return part[: self._num_own(name, p, part.numel())]
 
     def refresh_weights(self) -> None:
-        # Copies within a node are gathered again when they are needed.
+        # Invalidate secondary copies within the node; they are gathered again on demand.
         self.engine.optimizer.invalidate_secondary_tensor()
 
     @property
     def _swapper(self) -> WeightSwapper | None:
-        """Swapper that reads and writes weights on a disk; None if none are there."""
+        """Swapper for weights on disk; None without weight offload."""
         return next(self._model.parameters()).nvme_swapper  # type: ignore[attr-defined]
 
     def _forget_weights(self, group: int) -> None:
-        """Free gathered and prefetched tensors of a sub-group's old weights."""
+        """Free gathered and prefetched tensors with a sub-group's old weights."""
         for p in self.engine.optimizer.fp16_groups[group]:
             if p.ds_status == ZeroParamStatus.AVAILABLE:
                 p.partition()
@@ -301,15 +305,15 @@ class Sharded(Partition):
             self._swapper.release_all()
 
     def _position(self, p: nn.Parameter) -> tuple[int, int, int]:
-        """Return (sub-group, first value in it, values with padding) of this rank's part of a parameter."""
+        """Return (sub-group, offset, values with padding) for this rank's part of a parameter."""
         zero = self.engine.optimizer
         return zero.grad_position[zero.get_param_id(p)]
 
     def _num_own(self, name: str, p: nn.Parameter, part_numel: int) -> int:
-        """Return the number of values of this rank's part that belong to the parameter; the rest is padding."""
+        """Return how many values in this rank's part belong to the parameter; the rest is padding."""
         start = p.ds_zero_partition_rank * part_numel  # type: ignore[attr-defined]
         return max(0, min(part_numel, self._tensors.local[name].numel() - start))
 
 
 PARTITIONS: dict[int, Callable[[Wrapping], Partition]] = {0: Whole, 1: Flat, 2: Flat, 3: Sharded}
-"""How each stage holds the model."""
+"""Partition class per ZeRO stage."""

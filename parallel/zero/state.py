@@ -1,4 +1,4 @@
-"""Masters, moments and buffers as ranges of the full model's tensors: read from a partition, and written into one.
+"""Masters, moments and buffers as ranges in the full model's tensors: read from and written to a partition.
 
 A tensor is filled block by block; ranks that hold the same one share the reading.
 """
@@ -22,7 +22,7 @@ from parallel.zero.partition import Partition
 from parallel.zero.tensors import ModelTensors
 
 BLOCK_VALUES = 1 << 24
-"""Values that are on their way at a time: 64 MiB in float32, however large the tensor is."""
+"""Values in flight at a time: 64 MiB in float32, however large the tensor is."""
 
 Read = Callable[[int, Tensor], None]
 """(start, out) fills the flat tensor ``out``, of any dtype and on any device, with float32 values from ``start``."""
@@ -32,7 +32,7 @@ ReadRange = Callable[[str, str, int, Tensor], None]
 
 
 class Piece(NamedTuple):
-    """Flat range of one tensor in one role."""
+    """Flat range in one tensor, for one role."""
 
     name: str
     role: str
@@ -40,12 +40,12 @@ class Piece(NamedTuple):
     numel: int
 
     def of(self, values: Tensor) -> OwnedRange:
-        """Return the range with its values, the first ones of ``values``."""
+        """Return this range with the first ``numel`` entries in ``values``."""
         return OwnedRange(self.name, self.role, self.start, values[: self.numel])
 
 
 class OwnedRange(NamedTuple):
-    """Values of one tensor in one role that this rank answers for: flat, and not a copy."""
+    """Values that this rank owns, for one tensor and role: flat, not copied."""
 
     name: str
     role: str
@@ -54,9 +54,11 @@ class OwnedRange(NamedTuple):
 
 
 def owned_pieces(decoder: Decoder, partition: Partition, tensors: ModelTensors) -> list[Piece]:
-    """Return this rank's pieces of masters, moments and buffers: over all ranks each value once. Nothing is read."""
+    """List this rank's ranges over masters, moments and buffers, without reading; all ranks together cover each value
+    once.
+    """
     pieces = []
-    # Buffers are full on every rank: one rank answers for each, so that no rank writes them all.
+    # Buffers are full on every rank: distribute their ownership, so that no rank writes them all.
     for index, (name, buffer) in enumerate(decoder.named_buffers()):
         if tensors.answers_for(index, name):
             pieces.append(Piece(name, MASTER, 0, buffer.numel()))
@@ -69,10 +71,9 @@ def owned_pieces(decoder: Decoder, partition: Partition, tensors: ModelTensors) 
 
 
 def read_state(decoder: Decoder, partition: Partition, tensors: ModelTensors) -> Generator[OwnedRange]:
-    """Yield the values of ``owned_pieces``, in their order, as fp32. Those from a disk last until the next are
-    requested.
+    """Yield the values for ``owned_pieces``, in order, as fp32; those from disk stay valid until the next request.
 
-    The caller must iterate to the end, or close the iterator, before training continues.
+    The caller must exhaust or close the iterator before training continues.
     """
     pieces = iter(owned_pieces(decoder, partition, tensors))
     for index, (name, buffer) in enumerate(decoder.named_buffers()):
@@ -87,7 +88,7 @@ def read_state(decoder: Decoder, partition: Partition, tensors: ModelTensors) ->
 
 
 def _owned_groups(decoder: Decoder, partition: Partition) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Yield the partition's groups, without parameters that another rank provides or that have no part here."""
+    """Yield the partition's groups, without parameters that another rank provides or that have no values here."""
     indices = {name: index for index, (name, _) in enumerate(decoder.named_parameters())}
     for group in partition.groups():
         yield [
@@ -101,10 +102,10 @@ def _owned_groups(decoder: Decoder, partition: Partition) -> Iterator[list[tuple
 def write_state(
     decoder: Decoder, partition: Partition, tensors: ModelTensors, read: ReadRange, *, step: int, moments: bool
 ) -> None:
-    """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimiser steps. Collective.
+    """Set weights, masters, moments and buffers from ``read``, as after ``step`` optimizer steps. Collective.
 
     Over all ranks every value is read once: each rank reads its ranges of masters and moments, and the weights that
-    forward reads are computed from the masters. Without ``moments`` the optimiser is reset.
+    forward reads are computed from the masters. Without ``moments`` the optimizer is reset.
     """
     steps_taken = step if moments else 0
     # Buffers are full on every rank.
@@ -124,15 +125,15 @@ def write_state(
 
 
 def _reader(read: ReadRange, name: str, role: str, first: int) -> Read:
-    """Return a reader of one tensor in one role, counted from its value ``first``."""
+    """Return a reader for one tensor and role, with offsets relative to ``first``."""
     return lambda start, out: read(name, role, first + start, out)
 
 
 def fill(out: Tensor, read: Read, *, shared_by: ProcessGroup | None = None) -> None:
-    """Set the flat tensor ``out`` from ``read``.
+    """Fill the flat tensor ``out`` from ``read``.
 
-    The ranks of ``shared_by`` fill equal tensors: each reads its part of them, once, and gets the other parts from the
-    others. Collective among these.
+    If the ranks in ``shared_by`` fill equal tensors, each reads one part once and receives the others' parts.
+    Collective within ``shared_by``.
     """
     if shared_by is not None and shared_by.size() > 1:
         _fill_together(out, read, shared_by)
@@ -142,11 +143,11 @@ def fill(out: Tensor, read: Read, *, shared_by: ProcessGroup | None = None) -> N
 
 
 def _fill_together(out: Tensor, read: Read, group: ProcessGroup) -> None:
-    """Do ``fill`` with one part read by each rank of a group, the last ones shorter or empty."""
+    """Fill cooperatively: each rank reads one part; the last parts may be shorter or empty."""
     ranks, rank = group.size(), group.rank()
     part_numel = -(-out.numel() // ranks)
     block_numel = min(part_numel, -(-BLOCK_VALUES // ranks))
-    # A gather needs equally many values from every rank: those beyond the end are ignored.
+    # An all-gather needs equal sizes: values past the end are ignored.
     own = torch.zeros(block_numel, device=out.device)
     gathered = torch.empty(ranks, block_numel, device=out.device)
     parts = [out[number * part_numel : (number + 1) * part_numel] for number in range(ranks)]
@@ -161,19 +162,19 @@ def _fill_together(out: Tensor, read: Read, group: ProcessGroup) -> None:
 
 
 class InitialWeights:
-    """Initial weights of a full model, read as a checkpoint is: each range is drawn when it is requested."""
+    """Initial weights for a full model, read like a checkpoint: each range is generated on request."""
 
     def __init__(self, config: ModelConfig, shapes: Mapping[str, torch.Size], *, seed: int, dtype: torch.dtype) -> None:
-        """Take the shapes of the full model's parameters. A master starts as a weight of ``dtype`` does."""
+        """Store the full model's parameter shapes. Masters start with values rounded to ``dtype``, like weights."""
         self._config, self._shapes, self._seed, self._dtype = config, shapes, seed, dtype
         self._name, self._tensor = "", InitialTensor("", 0, config, seed)
 
     def read(self, name: str, role: str, start: int, out: Tensor) -> None:
-        """Fill ``out`` with values of the flattened tensor from ``start``."""
+        """Fill ``out`` with values from the flattened tensor, from index ``start``."""
         if is_buffer(name):
             out.fill_(initial_buffer(name))
             return
-        # One tensor after the other: the block that a range ends in is kept for the next one.
+        # Ranges arrive tensor by tensor, so keep the generator: it caches the block in which a range ends.
         if name != self._name:
             self._tensor = InitialTensor(name, self._shapes[name].numel(), self._config, self._seed)
             self._name = name

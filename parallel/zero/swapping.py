@@ -1,7 +1,7 @@
-"""State in a ``SwapFile``: the I/O handle of DeepSpeed's swapper of optimiser state, and our own swapper of weights.
+"""State in a ``SwapFile``: the I/O handle for DeepSpeed's optimizer-state swapper, and our own weight swapper.
 
-DeepSpeed's own handle (``async_io``) counts transfers that have ended and checks none of their results: if a disk is
-full or fails, it continues with the old contents of memory. Nor does it start without libaio and a compiler.
+DeepSpeed's handle (``async_io``) counts completed transfers but checks none of their results: if a disk is full or
+fails, training continues with stale memory. It also requires libaio and a compiler.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from longctx.swap_file import SwapFile
 from parallel.zero.options import ZeroOptions
 
 LEAST_BYTES = 1 << 20
-"""Smaller parts of weights stay in memory, as DeepSpeed's optimiser state does: they are not worth a transfer."""
+"""Smaller weight parts stay in memory, as in DeepSpeed's optimizer swapping: a transfer would not pay."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwapSpace:
-    """Space that a rank's state is swapped to."""
+    """Space to which a rank's state is swapped."""
 
     file: SwapFile
     path: str
-    """Folder that DeepSpeed wants to be given; nothing is ever written there."""
+    """Folder that DeepSpeed requires; never written to."""
     pin_memory: bool
-    """Whether memory that transfers go through is page-locked; False on CPUs, where no device copies from it."""
+    """Whether transfer buffers are page-locked; False on CPUs, where no device copies from them."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory that the file needs no copy for."""
+        """Allocate memory that the file can transfer without a copy."""
         if self.pin_memory:
             return torch.empty(numel, dtype=dtype, pin_memory=True)
-        # Full pages: a tensor of PyTorch's own does not begin at one.
+        # Full pages: PyTorch's own allocations are not page-aligned.
         return torch.frombuffer(mmap.mmap(-1, max(1, numel) * dtype.itemsize), dtype=dtype, count=numel)
 
 
 @contextmanager
 def swap_space(zero: ZeroOptions) -> Iterator[SwapSpace | None]:
-    """Make DeepSpeed's engine that starts within the block swap to a file of its own; yield None if it swaps nothing.
+    """Make a DeepSpeed engine created within the block swap to its own file; yield None without NVMe offload.
 
     Raise OSError if ``nvme_path`` cannot be written.
     """
@@ -60,7 +60,7 @@ def swap_space(zero: ZeroOptions) -> Iterator[SwapSpace | None]:
     accelerator: Any = get_accelerator()
     Path(zero.nvme_path).mkdir(parents=True, exist_ok=True)
     pin_memory = zero.pin_memory and accelerator.device_name() != "cpu"
-    # DeepSpeed creates folders and removes their contents: here no run uses those of another.
+    # DeepSpeed creates folders and deletes their contents, so each run needs its own.
     with tempfile.TemporaryDirectory(prefix=".swap.", dir=zero.nvme_path) as path:
         space = SwapSpace(file=SwapFile(Path(zero.nvme_path)), path=path, pin_memory=pin_memory)
         builder = partitioned_optimizer_swapper.AsyncIOBuilder
@@ -73,7 +73,7 @@ def swap_space(zero: ZeroOptions) -> Iterator[SwapSpace | None]:
 
 
 class _Handle:
-    """Replacement of DeepSpeed's ``aio_handle``, as far as its swapper calls it. A path is only a name."""
+    """Replacement for DeepSpeed's ``aio_handle``, limited to its swapper's calls. A path is only a key."""
 
     def __init__(self, space: SwapSpace) -> None:
         self._space = space
@@ -82,19 +82,19 @@ class _Handle:
         """First address -> bytes."""
 
     def async_pwrite(self, values: Tensor, path: str, file_offset: int) -> int:
-        """Begin to write; return 0 once it has begun."""
+        """Start writing; return 0 once started."""
         assert file_offset == 0, "a name holds one tensor"
         self._pending.append(self._space.file.write(path, values))
         return 0
 
     def async_pread(self, out: Tensor, path: str, file_offset: int) -> int:
-        """Begin to read; return 0 once it has begun."""
+        """Start reading; return 0 once started."""
         assert file_offset == 0, "a name holds one tensor"
         self._pending.append(self._space.file.read(path, out))
         return 0
 
     def wait(self) -> int:
-        """Finish all transfers, and return the number of tensors. Raise OSError for the first that failed."""
+        """Finish all transfers, and return the number of tensors. Raise OSError for the first failed transfer."""
         pending, self._pending = self._pending, []
         for futures in pending:
             for future in futures:
@@ -102,45 +102,45 @@ class _Handle:
         return len(pending)
 
     def new_cpu_locked_tensor(self, num_elem: int, example: Tensor) -> Tensor:
-        """Return a buffer of ``num_elem`` values of the example's dtype."""
+        """Return a buffer with ``num_elem`` values in the example's dtype."""
         buffer = self._space.empty(num_elem, example.dtype)
         self._buffers[buffer.data_ptr()] = buffer.nbytes
         return buffer
 
     def free_cpu_locked_tensor(self, buffer: Tensor) -> bool:
-        """Forget a buffer; return False if it is not one."""
+        """Drop a buffer; return False if it is unknown."""
         return self._buffers.pop(buffer.data_ptr(), None) is not None
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is in one of the buffers: the swapper copies any other into one."""
+        """Return True if the tensor is inside a known buffer: the swapper copies any other tensor into one."""
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         return any(start <= first and last <= start + size for start, size in self._buffers.items())
 
 
 class WeightSwapper:
-    """This rank's parts of stage 3's weights in a ``SwapFile``, read before they are gathered.
+    """This rank's stage 3 weight parts in a ``SwapFile``, read ahead of gathering.
 
-    It replaces DeepSpeed's ``AsyncPartitionedParameterSwapper``, under its names: that one fails an assertion as soon
-    as more weights are gathered than it has buffers, or if a weight that is used twice is prefetched. Parameters
-    (``Any``) have the marks that DeepSpeed gives them.
+    It replaces DeepSpeed's ``AsyncPartitionedParameterSwapper``, with the same method names: that class fails an
+    assertion when more weights are gathered than it has buffers, or when a weight that is used twice is prefetched.
+    Parameters (``Any``) carry DeepSpeed's attributes.
     """
 
     def __init__(self, space: SwapSpace, dtype: torch.dtype, *, persistence_threshold: int) -> None:
-        """Keep parts of at most ``persistence_threshold`` values: they may belong to a parameter that stays full."""
+        """Keep parts up to ``persistence_threshold`` values in memory: they may belong to a persistent parameter."""
         self._space, self._dtype, self._threshold = space, dtype, persistence_threshold
         self._reading: dict[Any, tuple[Tensor, list[Future[None]]]] = {}
-        """Parameters whose parts are on their way from the disk."""
+        """Parameters whose parts are being read."""
         self._held: dict[Any, None] = {}
         """Parameters whose parts are in memory, in order."""
 
     # ----------------------------------------------------------------------------------------- called by DeepSpeed
 
     def swappable_tensor(self, *, numel: int) -> bool:
-        """Return whether a part of so many values goes to the disk."""
+        """Return True if a part with ``numel`` values is swapped to disk."""
         return numel > self._threshold and numel * self._dtype.itemsize >= LEAST_BYTES
 
     def get_buffer(self, param: Any, numel: int) -> Tensor:
-        """Return memory for a part that is about to be written."""
+        """Return memory for a part to be written."""
         return self._space.empty(numel, self._dtype)
 
     def swap_out_and_release(self, params: Sequence[Any]) -> None:
@@ -149,13 +149,13 @@ class WeightSwapper:
         self.remove_partition_and_release_buffers(params)
 
     def swap_out_partitioned_params(self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[Tensor]) -> None:
-        """Write new values of parts, which are given as float32."""
+        """Write new part values, given as float32."""
         self._write((p, x.to(self._dtype)) for p, x in zip(dst_fp16_params, src_fp32_params, strict=True))
 
     def swap_in(self, params: Sequence[Any], async_op: bool = True) -> None:
-        """Begin to read parts; unless ``async_op``, finish it."""
+        """Start reading parts; with ``async_op=False``, finish as well."""
         for p in params:
-            # A prefetch names a parameter once for each of its uses to come.
+            # A prefetch lists a parameter once per upcoming use.
             if p not in self._reading and p not in self._held:
                 buffer = self._space.empty(p.ds_tensor.ds_numel, self._dtype)
                 self._reading[p] = buffer, self._space.file.read(_name(p), buffer)
@@ -164,7 +164,7 @@ class WeightSwapper:
             self.synchronize_reads()
 
     def synchronize_reads(self) -> None:
-        """Finish the reads that ``swap_in`` has begun. Raise OSError if the disk fails."""
+        """Finish the reads that ``swap_in`` started. Raise OSError if the disk fails."""
         for p, (buffer, futures) in self._reading.items():
             for future in futures:
                 future.result()
@@ -174,28 +174,28 @@ class WeightSwapper:
         self._reading.clear()
 
     def remove_partition_and_release_buffers(self, params: Iterable[Any]) -> None:
-        """Free the memory of parts, which are on the disk."""
+        """Free the memory of parts that are on disk."""
         for p in params:
             self._held.pop(p, None)
             p.ds_tensor.data = torch.empty(0, dtype=self._dtype)
             p.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
     def available_swap_in_buffers(self) -> int:
-        """Return how many parts a prefetch may read: no limit, since ``prefetch_bucket_size`` bounds it."""
+        """Return how many parts a prefetch may read: unlimited, since ``prefetch_bucket_size`` bounds it."""
         return sys.maxsize
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
-        """Do nothing: values go to the disk from their own memory."""
+        """Do nothing: values are written directly from their own memory."""
 
-    # ---------------------------------------------------------------------------------------------------- our own
+    # ---------------------------------------------------------------------------------------------- not from DeepSpeed
 
     def release_all(self) -> None:
-        """Free the memory of every part that is not gathered, such as one that was prefetched and not used."""
+        """Free every part in memory that is not gathered, such as one prefetched but not used."""
         self.synchronize_reads()
         self.remove_partition_and_release_buffers(list(self._held))
 
     def part(self, param: Any) -> Tensor:
-        """Return the values of a part, from memory or the disk; the parameter stays as it is."""
+        """Return a part's values, from memory or disk, without changing the parameter's status."""
         self.synchronize_reads()
         if param.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
             return param.ds_tensor

@@ -1,4 +1,4 @@
-"""Tensors of a model under ZeRO: their shapes, the ranks that answer for them, and experts spread over ranks."""
+"""A model's tensors under ZeRO: shapes, owning ranks, and sharded experts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from parallel.comm.world import num_ranks, own_rank
 
 
 class ExpertsAcrossRanks(AutoEPMoELayer):
-    """Module that makes DeepSpeed treat marked weights as experts: it looks for this class. It computes nothing.
+    """Module by which DeepSpeed recognizes marked weights as experts: it searches for this class. It computes nothing.
 
-    DeepSpeed asks it for the process groups: every ``degree`` neighbouring ranks hold all experts, and the ranks that
-    hold the same ones (ranks of the same number among their neighbours) average and partition them.
+    DeepSpeed queries it for process groups: every ``degree`` neighbouring ranks hold all experts; ranks with the same
+    experts (equal position among their neighbours) average and partition them.
     """
 
     def __init__(self, num_experts: int, degree: int) -> None:
@@ -32,12 +32,12 @@ class ExpertsAcrossRanks(AutoEPMoELayer):
 
     @property
     def replicas(self) -> ProcessGroup:
-        """Group of the ranks that hold the same experts as this one; it exists once DeepSpeed has started."""
+        """Ranks that hold the same experts as this one; exists once DeepSpeed has started."""
         return groups._get_expert_data_parallel_group(self.ep_group_name)
 
     def mark(self, weight: nn.Parameter) -> None:
-        """Make DeepSpeed treat this weight as one of the experts."""
-        # The attributes that DeepSpeed's ZeRO stages and gradient reduction read from a parameter.
+        """Make DeepSpeed treat this weight as an expert."""
+        # Attributes that DeepSpeed's ZeRO stages and gradient reduction read from a parameter.
         marks = {
             "allreduce": False,
             "group_name": self.ep_group_name,
@@ -49,7 +49,7 @@ class ExpertsAcrossRanks(AutoEPMoELayer):
 
 
 def mark_experts(model: Task) -> ExpertsAcrossRanks | None:
-    """Mark the experts' weights if they are spread over ranks; return None if every rank holds them all."""
+    """Mark expert weights if they are sharded over ranks; return None if every rank holds all experts."""
     num_experts = model.network.config.num_experts
     own = range(num_experts)[model.network.dispatcher.local_experts]
     if len(own) == num_experts:
@@ -59,26 +59,26 @@ def mark_experts(model: Task) -> ExpertsAcrossRanks | None:
     for name, p in model.network.named_parameters():
         if is_expert_weight(name):
             experts.mark(p)
-    # DeepSpeed finds it among the modules of the one it wraps.
+    # DeepSpeed finds it among the wrapped module's children.
     model.add_module("experts_across_ranks", experts)
     return experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTensors:
-    """Names and shapes of tensors, taken before DeepSpeed partitions them."""
+    """Tensor names and shapes, recorded before DeepSpeed partitions them."""
 
     parameters: dict[str, torch.Size]
-    """Shape of every parameter of the whole model."""
+    """Shape of every parameter in the full model."""
     local: dict[str, torch.Size]
-    """The same as this rank holds them before ZeRO: of the experts its own alone."""
+    """Shape of every parameter on this rank before ZeRO: with local experts only."""
     buffers: dict[str, torch.Size]
     experts: ExpertsAcrossRanks | None
-    """How experts are spread over ranks; None where each holds them all."""
+    """Expert sharding; None if every rank holds all experts."""
 
     @classmethod
     def of(cls, decoder: Decoder, experts: ExpertsAcrossRanks | None) -> ModelTensors:
-        """Return the tensors of a decoder that no optimiser has touched yet."""
+        """Record the tensors of a decoder before an optimizer wraps it."""
         local = {name: p.shape for name, p in decoder.named_parameters()}
         return cls(
             parameters={name: torch.Size(decoder.logical_shape(name, shape)) for name, shape in local.items()},
@@ -93,13 +93,13 @@ class ModelTensors:
         return {**self.parameters, **self.buffers}
 
     def first_value(self, name: str) -> int:
-        """Return the index at which this rank's part starts in a flattened tensor of the full model."""
+        """Return the index at which this rank's values start in a flattened tensor of the full model."""
         if self.experts is None or not is_expert_weight(name):
             return 0
         return self.experts.ep_rank * self.local[name].numel()
 
     def replicas(self, name: str) -> ProcessGroup | None:
-        """Return the ranks that hold the same values of a parameter before ZeRO; None if this rank is the only one."""
+        """Return the ranks that hold the same parameter values before ZeRO; None if there are no others."""
         group = world_group()
         if self.experts is not None and is_expert_weight(name):
             group = self.experts.replicas
@@ -108,7 +108,7 @@ class ModelTensors:
         return group
 
     def answers_for(self, index: int, name: str) -> bool:
-        """Return whether this rank, of those that hold the same values, provides the ``index``-th tensor."""
+        """Return True if this rank, among those with the same values, provides the ``index``-th tensor."""
         # Neighbouring ranks hold different experts, so only every degree-th rank has the same values.
         degree = 1
         if self.experts is not None and is_expert_weight(name):

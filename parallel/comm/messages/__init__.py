@@ -1,1 +1,1 @@
-"""Checks that messages between ranks arrive as they were sent."""
+"""Verification that messages between ranks arrive unchanged."""

@@ -1,4 +1,4 @@
-"""Messages that did not arrive as they were sent: ranks compare ledgers message by message, once a sum differs."""
+"""Diagnosis for corrupted messages: once a checksum differs, ranks compare their ledgers message by message."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from parallel.comm.messages.ledger import Entry, Ledger, Message
 from parallel.comm.world import gather_objects
 
 _TOLD = 3
-"""Messages that are described; of others it is said how many there are."""
+"""Number of messages described in detail; the rest are counted."""
 
 
 @dataclass(frozen=True)
 class _Noted:
-    """Ledger of one rank, with sums as numbers."""
+    """One rank's ledger, with checksums as integers."""
 
     host: str
     sent: list[tuple[Message, int]]
@@ -31,17 +31,17 @@ class _Wrong:
     """Message that did not arrive as it was sent."""
 
     sent: Message | None
-    """None where the sender has no such message."""
+    """None if the sender has no such message."""
     received: Message | None
-    """None where the receiver has no such message."""
+    """None if the receiver has no such message."""
     content: Message | None = None
-    """The sender's message whose bytes arrived instead; None where no message of its had them."""
+    """The sender's message whose bytes arrived instead; None if no message matches."""
     is_old: bool = False
-    """Whether that was sent before ranks last compared: in the step before."""
+    """True if ``content`` was sent before the last comparison, i.e. in the previous step."""
 
     @property
     def message(self) -> Message:
-        """Message as the receiver saw it, or else as the sender did."""
+        """The message as the receiver saw it, or otherwise as the sender did."""
         found = self.received or self.sent
         assert found is not None
         return found
@@ -64,13 +64,13 @@ class _Wrong:
 
 
 def find_differences(ledger: Ledger) -> str:
-    """Return a text on the messages that did not arrive as they were sent, the same on every rank. Collective."""
+    """Describe the messages that did not arrive as sent; the same text on every rank. Collective."""
     ranks = _gather(ledger)
     wrong = [error for receiver in range(len(ranks)) for error in _wrong_at(receiver, ranks)]
     wrong.sort(key=_time)
     lines = [error.describe() for error in wrong[:_TOLD]]
     lines = [lines[0][0].upper() + lines[0][1:], *lines[1:]] if lines else ["The sums of messages themselves differ."]
-    # Many messages of one pair point to a link or a host, one of each pair to the rank that they share.
+    # Many messages between one pair suggest a link or a host; one message in every pair, the rank that they share.
     pairs = Counter((error.message.sender, error.message.receiver) for error in wrong)
     if len(wrong) > 1:
         most = pairs.most_common(_TOLD)
@@ -84,8 +84,7 @@ def find_differences(ledger: Ledger) -> str:
 
 
 def _gather(ledger: Ledger) -> list[_Noted]:
-    """Return every rank's ledger, on every rank."""
-    # All entries, not only those that differ: a run that ends has the time, and the bytes may be of any message.
+    # All entries, not only mismatches: the run is ending anyway, and the received bytes may belong to any message.
     mine = _Noted(socket.gethostname(), _numbers(ledger.sent), _numbers(ledger.received), _numbers(ledger.sent_before))
     return gather_objects(mine)
 
@@ -93,7 +92,7 @@ def _gather(ledger: Ledger) -> list[_Noted]:
 def _numbers(entries: Sequence[Entry]) -> list[tuple[Message, int]]:
     found = []
     for message, total in entries:
-        # The run ends anyway: now the host may wait for the device.
+        # The run is ending, so a device synchronization is acceptable.
         if isinstance(total, Tensor):
             total = int(total)
         found.append((message, total))
@@ -102,7 +101,7 @@ def _numbers(entries: Sequence[Entry]) -> list[tuple[Message, int]]:
 
 def _wrong_at(receiver: int, ranks: Sequence[_Noted]) -> list[_Wrong]:
     """Return the messages that did not arrive at one rank as they were sent."""
-    # By identity, not by position: if a rank left one out, those after it are still matched.
+    # Match by identity, not by position: if a rank skipped a message, later ones still match.
     sent = {}
     for rank in ranks:
         sent.update({m.identity: (m, total) for m, total in rank.sent if m.receiver == receiver})
@@ -118,9 +117,9 @@ def _wrong_at(receiver: int, ranks: Sequence[_Noted]) -> list[_Wrong]:
 
 
 def _content(total: int, message: Message, sender: _Noted) -> tuple[Message | None, bool]:
-    """Return the sender's message with this sum, the nearest one if several; and whether it is of the step before."""
+    """Return the sender's nearest message with this checksum, and True if it is from the previous step."""
     same = [m for m, other in sender.sent if other == total]
-    # A message that came twice, or late, was sent before; one that came early was sent after it.
+    # A duplicated or late message was sent earlier, an early one was sent later: take the nearest.
     same.sort(key=lambda m: (m.receiver != message.receiver, abs(m.ordinal - message.ordinal)))
     if same:
         return same[0], False
@@ -131,6 +130,6 @@ def _content(total: int, message: Message, sender: _Noted) -> tuple[Message | No
 
 
 def _time(error: _Wrong) -> tuple[int, bool, int]:
-    """Return a key that orders errors roughly as they came: later ones may follow from the first."""
+    """Return a key that orders errors roughly by time: later ones may follow from the first."""
     message = error.message
     return message.micro_batch, message.part == "backward", message.ordinal

@@ -6,13 +6,13 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """Kind of a message's content. Its number is a part of the message's identity, so both sides have the same."""
+    """Content kind. Its number is part of the message identity, so both sides must use the same one."""
 
     words: str
-    """As a sentence has it."""
+    """Text for messages to the user."""
 
     def __new__(cls, number: int, words: str) -> Kind:
-        """Create the member with the number as its value, and set its words."""
+        """Create the member with ``number`` as its value, and set its text."""
         kind = int.__new__(cls, number)
         kind._value_, kind.words = number, words
         return kind

@@ -1,8 +1,8 @@
-"""``Ledger``: a rank's sums of its sent and received messages since all ranks last compared theirs.
+"""``Ledger``: checksums over a rank's sent and received messages since the last comparison.
 
-Messages do not grow for it, and no rank waits: sender and receiver each note a sum of the bytes under the message's
-identity, and at the end of a step one number over all ranks tells whether every message arrived as it was sent. Only if
-one did not do ranks look for it (``differences.py``).
+The scheme adds no bytes to messages and no wait: sender and receiver each record a checksum under the message's
+identity. At the end of a step one number, reduced over all ranks, tells whether every message arrived unchanged. Only
+on a mismatch do ranks search for the message (``differences.py``).
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _BITS_32 = (1 << 32) - 1
 
 
 class Message(NamedTuple):
-    """Identity of a message, the same on both sides, and further facts known on this side."""
+    """Message identity, equal on both sides, and further facts known on this side."""
 
     kind: Kind
     sender: int
     receiver: int
     ordinal: int
-    """Its number among those of its kind from this sender to this receiver, since ranks last compared."""
+    """Index among messages of this kind from this sender to this receiver, since the last comparison."""
     part: str
-    """What the rank was at: forward, backward, …"""
+    """Current phase: forward, backward, …"""
     micro_batch: int
     layer: int
-    """−1 where no layer was entered."""
+    """−1 outside a layer."""
     hop: int
-    """−1 where there are no hops."""
+    """−1 without hops."""
 
     @property
     def identity(self) -> tuple[int, int, int, int]:
-        """Key that both sides know."""
+        """Key known to both sides."""
         return self.kind, self.sender, self.receiver, self.ordinal
 
     def where(self) -> str:
-        """Return its place on one line: "forward of micro-batch 0, layer 3, hop 1"."""
+        """Return a one-line position: "forward of micro-batch 0, layer 3, hop 1"."""
         text = self.part
         if self.part in ("forward", "backward"):
             text += f" of micro-batch {self.micro_batch}"
@@ -57,7 +57,7 @@ class Message(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Message and the sum of its bytes, as one side saw them."""
+    """Message and checksum, as seen by one side."""
 
     message: Message
     sum: Sum
@@ -65,31 +65,31 @@ class Entry(NamedTuple):
 
 @dataclass
 class Arrival:
-    """Messages that a rank waits for."""
+    """Messages that a rank expects."""
 
     ledger: Ledger
     messages: Sequence[Message]
 
     def note(self, received: Sequence[Sequence[Tensor]]) -> None:
-        """Note the messages that have arrived: the tensors of each, which are contiguous in memory."""
+        """Record the received messages; each message's tensors must be contiguous in memory."""
         for message, tensors in zip(self.messages, received, strict=True):
             self.ledger.received.append(Entry(message, bit_sum(tensors)))
 
 
 class Ledger:
-    """Sums of the messages that this rank sent and received. Not to be shared between threads."""
+    """Checksums for this rank's sent and received messages. Not thread-safe."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.sent: list[Entry] = []
         self.received: list[Entry] = []
         self.sent_before: list[Entry] = []
-        """What was sent until ranks last compared: a message that is late may bring it."""
+        """Messages sent before the last comparison: a late message may deliver their bytes."""
         self.micro_batch = 0
         self._ordinals: Counter[tuple[Kind, int, int]] = Counter()
 
     def begin(self, micro_batch: int) -> None:
-        """Set the micro-batch of the step that is computed from now on."""
+        """Set the micro-batch to which the following messages belong."""
         self.micro_batch = micro_batch
 
     def post(
@@ -101,10 +101,10 @@ class Ledger:
         layer: int = -1,
         hop: int = -1,
     ) -> Arrival:
-        """Note messages that are under way, by receiver; return the ``Arrival`` that notes those from ``sources``.
+        """Record started messages by receiver; return the ``Arrival`` that records those from ``sources``.
 
-        Call it once messages have been started, in the order in which both sides start them. Each tensor is contiguous
-        in memory, and is not written to until it has been sent. ``layer`` is by default the one entered last.
+        Call it after starting the messages, in the order in which both sides start them. Tensors must be contiguous and
+        must not be written to until they are sent. ``layer`` defaults to the one entered last.
         """
         if layer < 0:
             layer = DOING.layer
@@ -114,31 +114,32 @@ class Ledger:
         return Arrival(self, [self._message(kind, source, self.rank, layer, hop) for source in sources])
 
     def post_same(self, kind: Kind, tensors: Sequence[Tensor], others: Sequence[int], *, layer: int = -1) -> Arrival:
-        """Note one content sent to all ``others``, each of which sends its own here: ``post`` for a gather."""
+        """Record one content sent to all ``others``, each of which sends its own: ``post`` for an all-gather."""
         if layer < 0:
             layer = DOING.layer
-        # Summed once, whatever the number of receivers.
+        # One checksum, however many receivers.
         total = bit_sum(tensors)
         for receiver in others:
             self.sent.append(Entry(self._message(kind, self.rank, receiver, layer, -1), total))
         return Arrival(self, [self._message(kind, source, self.rank, layer, -1) for source in others])
 
     def balance(self, device: torch.device) -> Tensor:
-        """Return this rank's part of a number that is 0 over all ranks if every message arrived as it was sent.
+        """Return this rank's summand; over all ranks the sum is 0 if every message arrived unchanged.
 
-        It is two float64 on ``device``, 32 bits each, so that a sum over a million ranks is exact. No host sync.
+        The result is two float64 on ``device``, 32 bits each, so that a sum over a million ranks is exact. No host
+        sync.
         """
         sent, received = (_digest(entries, device) for entries in (self.sent, self.received))
         difference = sent - received
         return torch.stack((difference & _BITS_32, (difference >> 32) & _BITS_32)).double()
 
     def settle(self) -> None:
-        """Start again with an empty ledger: all ranks have compared."""
+        """Start with an empty ledger after all ranks have compared."""
         self.sent_before, self.sent, self.received = self.sent, [], []
         self._ordinals.clear()
 
     def _message(self, kind: Kind, sender: int, receiver: int, layer: int, hop: int) -> Message:
-        # Messages of a kind between two ranks are matched in their order, so the same number means the same message.
+        # Two ranks exchange messages of one kind in order, so equal ordinals mean the same message.
         pair = (kind, sender, receiver)
         ordinal = self._ordinals[pair]
         self._ordinals[pair] = ordinal + 1
@@ -146,21 +147,21 @@ class Ledger:
 
 
 def is_balanced(sums: Tensor) -> bool:
-    """Return whether the sum of ``Ledger.balance`` over all ranks is 0 modulo 2^64. Waits for the device."""
+    """Return True if ``Ledger.balance`` summed over all ranks is 0 modulo 2^64. Synchronizes with the device."""
     low, high = sums.tolist()
     return (int(low) + (int(high) << 32)) % (1 << 64) == 0
 
 
 def _digest(entries: Sequence[Entry], device: torch.device) -> Tensor:
-    """Return the sum of all entries, each mixed with its identity, as int64 on ``device``."""
+    """Sum all entries, each mixed with its identity, as int64 on ``device``."""
     if not entries:
         return torch.zeros((), dtype=torch.int64, device=device)
     keys = np.array([_key(entry.message) for entry in entries], dtype=np.int64)
     identities = torch.from_numpy(keys).to(device, non_blocking=True)
-    # Mixed twice: swapping two messages changes the sum, and two errors do not cancel each other.
+    # Mixed twice: swapped messages change the sum, and two errors do not cancel out.
     return mixed(mixed(identities) + stacked([entry.sum for entry in entries], device)).sum()
 
 
 def _key(message: Message) -> int:
-    """Return an identity as a number below 2^63, for up to 2^18 ranks and 2^22 messages of a kind between two."""
+    """Pack an identity into a number below 2^63, for up to 2^18 ranks and 2^22 messages per kind and pair."""
     return (message.kind << 58) | (message.sender << 40) | (message.receiver << 22) | (message.ordinal & 0x3FFFFF)

@@ -1,15 +1,15 @@
-"""A 64-bit sum over all bits of some tensors, which two ranks compare instead of the bytes.
+"""A 64-bit checksum over all bits in some tensors, which two ranks compare instead of the bytes.
 
-**On a CPU** it is XXH3 of the bytes, 64 bits wide, at the speed of memory.
+**On a CPU** it is 64-bit XXH3 over the bytes, at memory speed.
 
-**On other devices** the bytes are 64-bit words in a grid of 1,024 columns. Rows and columns are summed (modulo 2^64),
-each of these sums is mixed with its position by an invertible mixing of bits, and the results are added. All of it
-stays on the device: the host does not wait.
+**On other devices** the bytes form a grid of 64-bit words with 1,024 columns. Rows and columns are summed modulo 2^64,
+each sum is mixed with its position by an invertible bit mixer, and the results are added. The computation stays on the
+device; the host does not wait.
 
-* A flipped bit changes its row's sum and its column's by ±2^b, which no modulus makes 0. Two and three flipped bits
-  change at least two of the sums: if they cancel in a row, they are in different columns.
-* Any damage that leaves one row or column with another sum is found, but for a chance of 2^-64, as with XXH3.
-* Damage that keeps the sums of all rows and columns is missed: four flips of one bit at the corners of a rectangle.
+* A flipped bit changes its row's and its column's sum by ±2^b, which is never 0 modulo 2^64. Two or three flipped bits
+  change at least two sums: if they cancel in a row, they are in different columns.
+* Any corruption that changes at least one row or column sum is detected, except with probability 2^-64, as with XXH3.
+* Corruption that keeps all row and column sums is missed: four flips of one bit at the corners of a rectangle.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from longctx.kernels.devices import on_cpu
 from longctx.tensor_bytes import as_bytes
 
 _COLUMNS = 1024
-"""Words of a row: rows and columns of a message of megabytes are then about equally many."""
+"""Words per row; a message of a few megabytes then has about as many rows as columns."""
 _WORD = 8
 _MASK_33, _MASK_32 = (1 << 33) - 1, (1 << 32) - 1
-# The multipliers of MurmurHash3's 64-bit finalizer, as signed numbers.
+# Multipliers from MurmurHash3's 64-bit finalizer, as signed integers.
 _FIRST, _SECOND = 0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64)
-# Steps between the places of rows, and of columns: odd, so that no two places are equal.
+# Strides between row positions and between column positions: odd, so positions never coincide modulo 2^64.
 _ROW_STEP, _COLUMN_STEP = 0x9E3779B97F4A7C15 - (1 << 64), 0xD1B54A32D192ED03 - (1 << 64)
 
 Sum = int | Tensor
-"""Unsigned, of tensors on a CPU; else int64 without an axis, on their device."""
+"""Unsigned int for CPU tensors; otherwise an int64 scalar tensor on their device."""
 
 
 def bit_sum(tensors: Sequence[Tensor]) -> Sum:
-    """Return the sum over all bits of tensors, each contiguous in memory, in their order. No host sync."""
+    """Compute the checksum over all bits in contiguous tensors, in order. No host sync."""
     if on_cpu(tensors[0]):
         digest = xxh3_64()
         for x in tensors:
@@ -46,15 +46,15 @@ def bit_sum(tensors: Sequence[Tensor]) -> Sum:
         return digest.intdigest()
     total = grid_sum(tensors[0])
     for x in tensors[1:]:
-        # Mixed in between: swapped tensors have another sum.
+        # Mix between tensors, so that swapping them changes the checksum.
         total = mixed(total) + grid_sum(x)
     return total
 
 
 def on_host(sums: Sequence[Sum]) -> list[Sum]:
-    """Return the sums on the host; all that are on another device are fetched at once.
+    """Copy the checksums to the host, with one transfer for all that are on another device.
 
-    Fetched later one by one, from another thread, each would wait for all work queued on the device since.
+    Fetched later one by one from another thread, each would wait for all work queued on the device since then.
     """
     on_device = [x for x in sums if isinstance(x, Tensor)]
     if not on_device:
@@ -64,14 +64,14 @@ def on_host(sums: Sequence[Sum]) -> list[Sum]:
 
 
 def is_sum_of(total: Sum, x: Tensor) -> bool:
-    """Return whether ``total`` is the ``bit_sum`` of a tensor that may have moved to another device since."""
+    """Return True if ``total`` is the ``bit_sum`` of a tensor that may have moved to another device since."""
     if isinstance(total, Tensor):
         return int(grid_sum(x)) == int(total)
     return bool(bit_sum([x]) == total)
 
 
 def stacked(sums: Sequence[Sum], device: torch.device) -> Tensor:
-    """Return sums as int64 on ``device``. Waits only if some are of CPU tensors and others on another device."""
+    """Return checksums as int64 on ``device``. Synchronizes only if CPU and device checksums are mixed."""
     on_device = [x for x in sums if isinstance(x, Tensor)]
     if on_device and len(on_device) == len(sums):
         return torch.stack(on_device).to(device)
@@ -80,11 +80,11 @@ def stacked(sums: Sequence[Sum], device: torch.device) -> Tensor:
 
 
 def grid_sum(x: Tensor) -> Tensor:
-    """Return the sum of one contiguous tensor over rows and columns of its words: an int64 scalar on its device."""
+    """Compute the row-and-column checksum for one contiguous tensor: an int64 scalar on its device."""
     words, last = _words(x)
     full = words.numel() // _COLUMNS * _COLUMNS
     grid, rest = words[:full].view(-1, _COLUMNS), torch.cat((words[full:], last))
-    # Modulo 2^64, which int64 is: the order of additions does not matter, and no two devices differ.
+    # int64 arithmetic is modulo 2^64: the order of additions does not matter, and all devices agree.
     rows = torch.cat((grid.sum(1), rest.sum(0, keepdim=True)))
     columns = grid.sum(0)
     columns[: rest.numel()] += rest
@@ -92,25 +92,25 @@ def grid_sum(x: Tensor) -> Tensor:
 
 
 def mixed(values: Tensor) -> Tensor:
-    """Return int64 values with mixed bits: a bijection in which one bit of input changes about half of all."""
-    # Shifts of int64 extend the sign, so the bits that they shift in are masked; products are modulo 2^64.
+    """Mix the bits of int64 values: a bijection in which one input bit flips about half the output bits."""
+    # int64 shifts extend the sign, so mask the shifted-in bits; multiplication is modulo 2^64.
     values = (values ^ ((values >> 31) & _MASK_33)) * _FIRST
     values = (values ^ ((values >> 32) & _MASK_32)) * _SECOND
     return values ^ ((values >> 31) & _MASK_33)
 
 
 def _placed(sums: Tensor, step: int) -> Tensor:
-    """Return each sum mixed with its position."""
+    """Mix each sum with its position."""
     places = torch.arange(1, sums.numel() + 1, dtype=torch.int64, device=sums.device)
     return mixed(sums + places * step)
 
 
 def _words(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 64-bit words of a tensor, and its remaining bytes as one word padded with zeros (empty if none)."""
+    """Split into 64-bit words and the remaining bytes, zero-padded to one word (empty without remainder)."""
     memory = as_bytes(x)
     whole = memory.numel() // _WORD * _WORD
     if memory.storage_offset() % _WORD:
-        # A view as words must begin at a word boundary.
+        # A view as words must start at a word boundary.
         memory = memory.clone()
     last = memory.new_zeros(0)
     if whole < memory.numel():

@@ -1,4 +1,6 @@
-"""Reports of a running rank's state, and the check that the hub is still heard: a thread of every rank."""
+"""Heartbeats: a thread in every rank that reports its state to the coordinator and checks that the coordinator is
+alive.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from parallel.runtime.watch.stacks import PREFIX, place_of_main, stacks_path, wr
 from parallel.runtime.watch.verdict import PROCESS_STATES, state_line
 
 _LONGEST_LOOK = 1.0
-"""Seconds between two looks at the main thread, however long a time-out is."""
+"""Maximum seconds between two samples of the main thread, however long the timeout is."""
 _OTHERS_SECONDS = 0.5
-"""How long the rank that speaks for rank 0 waits for the others to write what they were in."""
+"""How long the rank that reports in place of rank 0 waits for other ranks to write their stacks."""
 
 
 class Beats:
-    """Thread that watches the main thread, reports to the hub, and ends this process when the hub falls silent."""
+    """Thread that samples the main thread, sends heartbeats, and ends this process if the coordinator falls silent."""
 
     def __init__(self, options: WatchOptions) -> None:
         self._options = options
@@ -34,7 +36,7 @@ class Beats:
         self._state: RankState | None = None
 
     def start(self, line: Connection) -> None:
-        """Start the thread, once all ranks have come."""
+        """Start the thread, once all ranks have joined."""
         self._line = line
         threading.Thread(target=self._run, name="watch beats", daemon=True).start()
 
@@ -43,7 +45,7 @@ class Beats:
         self._stops.set()
 
     def explain(self, causes: list[RankProcess]) -> None:
-        """Write the stacks of this process, and tell the hub where it is: the run hangs because of ``causes``."""
+        """Write this process's stacks and report its position to the coordinator; ``causes`` make the run hang."""
         where = place_of_main()
         self.write(where)
         if self._line is not None:
@@ -51,7 +53,6 @@ class Beats:
             self._line.tell("report", where=where, states=states)
 
     def _run(self) -> None:
-        """Look and report until the run is over."""
         line, options = self._line, self._options
         assert line is not None
         told = heard_at = self._clock.tick()
@@ -62,7 +63,7 @@ class Beats:
             if now - told >= 0.99 * options.beat:
                 told = now
                 line.tell("beat", state=vars(self._state))
-            # Any message shows that the hub is there.
+            # Any message proves that the coordinator is alive.
             if line.messages != heard:
                 heard, heard_at = line.messages, now
             elif now - heard_at >= options.limit and line.first is None:
@@ -70,7 +71,7 @@ class Beats:
                 return
 
     def write(self, where: str = "") -> Path | None:
-        """Write the stacks of this process, if it has a folder for them."""
+        """Write this process's stacks, if it has a folder for them."""
         described = "has not begun"
         if self._state is not None:
             described = state_line(self._state)
@@ -79,15 +80,18 @@ class Beats:
         return write_stacks(self._options.folder, self._options.rank, described)
 
     def _end_without_hub(self, seconds: float) -> None:
-        """End this process: rank 0 and its hub are silent. Each rank reports it; one per machine tells the user."""
+        """End this process: rank 0 and its coordinator are silent. Each rank reports it; one per machine informs the
+        user.
+        """
         line, options = self._line, self._options
         assert line is not None
-        # All ranks come here within a beat, and there is no hub to ask: their last states are in their files.
+        # All ranks get here within one heartbeat, without a coordinator to collect states: these are in the ranks'
+        # files.
         own = self.write(place_of_main())
         hub = next((process for process in line.neighbours if process.rank == 0), None)
         state, kills = "", ()
         if hub is not None:
-            # Before another rank resumes it, to end.
+            # Sample the state before another rank resumes the process to end it.
             state, kills = hub.state(), (vars(hub),)
         time.sleep(_OTHERS_SECONDS)
         lines = [
@@ -104,14 +108,14 @@ class Beats:
         line.end_by(Failure(rank=-1, code=FAILED, text=text, speaker=FIRST_ALIVE, kills=kills))
 
     def _first_lines(self, own: Path | None) -> list[str]:
-        """Return the first lines of the ranks' files, as there is no hub to ask; without a folder only this rank's."""
+        """Collect the first lines from the ranks' stack files; without a folder only this rank's state."""
         if own is None:
             assert self._state is not None
             return [f"  rank {self._options.rank}: {state_line(self._state)}"]
         found = []
         for rank in range(self._options.world_size):
             path = stacks_path(own.parent, rank)
-            # Files of an earlier hang in this folder do not count.
+            # Skip files from an earlier hang in this folder.
             if path.exists() and path.stat().st_mtime > own.stat().st_mtime - self._options.timeout / 2:
                 with path.open() as file:
                     found.append(f"  {file.readline().strip()}")

@@ -1,4 +1,4 @@
-"""Connection of a rank to the hub: its own reports, and news of the other ranks."""
+"""A rank's connection to the coordinator: its own reports, and news from other ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from parallel.runtime.watch.processes import RankProcess
 
 _MEANWHILE_SECONDS = 0.2
 _ANSWER_SECONDS = 3.0
-"""How long a failing rank waits for the hub to say whose failure was the first."""
+"""How long a failing rank waits for the coordinator to say which failure was first."""
 
 
 class Connection:
-    """Connection that reports this rank to the hub, and hears from it of the run's first failure."""
+    """Connection that reports this rank to the coordinator, and receives the run's first failure."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Connection:
         on_failure: Callable[[Failure], None],
         on_question: Callable[[list[RankProcess]], None],
     ) -> None:
-        """Set the callbacks. ``on_failure`` is called once, in a thread of its own.
+        """Set the callbacks. ``on_failure`` is called once, in its own thread.
 
         ``on_question`` is called when the run hangs, with the ranks that are the cause.
         """
@@ -41,29 +41,29 @@ class Connection:
         self._sending, self._lines, self._is_over = threading.Lock(), Lines(), False
         self._heard, self._reported, self._met = threading.Event(), threading.Event(), threading.Event()
         self.neighbours: list[RankProcess] = []
-        """The ranks of this machine, this one too; none before all have met."""
+        """Ranks on this machine, including this one; empty before rendezvous is complete."""
         self.messages = 0
-        """How many came from the hub: it is there as long as this grows."""
+        """Messages received from the coordinator: it is alive as long as this grows."""
         self.first: Failure | None = None
-        """The run's first failure, of any rank; None as long as there is none."""
+        """The run's first failure, from any rank; None until then."""
         keep_alive(connection)
         own = RankProcess.own(options.rank, options.version)
         self._hello = line_of_key(key) + line_of("hello", process=vars(own))
 
     def start(self) -> None:
-        """Introduce this rank, and listen: the answer may be the reason why the run ends."""
+        """Identify this rank, and listen: the reply may be the reason why the run ends."""
         self._send(self._hello)
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def wait(self, seconds: float) -> Failure | None:
-        """Return the run's first failure, if one is heard of within so many seconds."""
+        """Return the run's first failure if it is received within ``seconds``."""
         self._heard.wait(seconds)
         return self.first
 
     def wait_met(self, seconds: float, meanwhile: Callable[[], None] | None = None) -> bool:
-        """Return whether all ranks have come within so many seconds; those that fail before end this process.
+        """Return True if all ranks join within ``seconds``; an earlier failure ends this process.
 
-        ``meanwhile`` is called a few times a second.
+        ``meanwhile`` is called a few times per second.
         """
         deadline = time.monotonic() + seconds
         while not self._met.wait(_MEANWHILE_SECONDS) and time.monotonic() < deadline:
@@ -72,33 +72,33 @@ class Connection:
         return self._met.is_set()
 
     def tell(self, kind: str, **values: Any) -> None:
-        """Send the hub a message about this rank."""
+        """Send the coordinator a message about this rank."""
         self._send(line_of(kind, **values))
 
     def end_by(self, failure: Failure) -> None:
-        """End this process for a reason that the hub cannot report."""
+        """End this process for a reason that the coordinator cannot report."""
         if not self._is_over:
-            # If the hub woke up, it would take the end of each rank for a death.
+            # If the coordinator resumed, it would take each rank's end for a death.
             self._send(line_of("failed", **failure.to_values()))
             self._hear(failure)
 
     def announce(self, failure: Failure) -> Failure:
-        """Tell all ranks why this one ends; return the first failure of the run, which may be another rank's."""
+        """Tell all ranks why this one ends; return the run's first failure, which may be another rank's."""
         if self.first is None:
             self._send(line_of("failed", **failure.to_values()))
             self._heard.wait(_ANSWER_SECONDS)
         return self.first or failure
 
     def reported(self) -> None:
-        """Tell all ranks that the user has been told."""
+        """Tell all ranks that the user has been informed."""
         self._send(line_of("reported"))
 
     def wait_reported(self, seconds: float) -> bool:
-        """Return whether rank 0 says within so many seconds that it has reported."""
+        """Return True if rank 0 confirms within ``seconds`` that it has reported."""
         return self._reported.wait(seconds)
 
     def leave(self) -> None:
-        """Say good-bye, and stop listening."""
+        """Announce that this rank leaves, and stop listening."""
         self._is_over = True
         self._send(line_of("left"))
 
@@ -108,7 +108,7 @@ class Connection:
             with contextlib.suppress(OSError):
                 data = self._socket.recv(65_536)
             if not data:
-                # The hub says good-bye when rank 0 is done.
+                # When rank 0 is done, the coordinator sends "over" before it closes.
                 if not self._is_over:
                     self._hear(Failure(rank=0, code=FAILED, text=died(0, "", self._remark), silent=True))
                 return
@@ -134,14 +134,14 @@ class Connection:
         if self.first is not None:
             return
         self.first = failure
-        # Before the main thread can end: its state while it was stopped.
+        # Before the main thread can end: record its state while it was stopped.
         if failure.awaits(self._rank):
             self._on_question([])
         self._heard.set()
-        # A thread of its own: this one continues to listen.
+        # In a new thread: this one continues to listen.
         threading.Thread(target=self._on_failure, args=(failure,), name="watch end", daemon=True).start()
 
     def _send(self, message: bytes) -> None:
-        # If the hub is gone, the listening thread sees it from the connection.
+        # If the coordinator is gone, the listening thread detects it from the connection.
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(message)

@@ -1,4 +1,4 @@
-"""The watch of this process: started when ranks meet, asked when one ends."""
+"""This process's watch: started at rendezvous, queried when a rank ends."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ log = logging.getLogger(__name__)
 log.addHandler(logging.NullHandler())
 
 _WHERE, _ASKED, _TOLD = "longctx/watch", "longctx/watch/asked", "longctx/watch/told"
-"""In the store: where the hub listens; that a rank has no other way to the key; the key, once one has."""
+"""Store keys: the coordinator's address; a rank's request for the key; the key itself, once requested."""
 _GUARD_SECONDS = 10.0
-"""Beyond the time-out: when a stopped rank is let go on that is alone on its machine."""
+"""Beyond the timeout: when the guard resumes a stopped rank that is alone on its machine."""
 
-# One per process, as torch's world group is.
+# One per process, like torch's world group.
 _member: Member | None = None
 _interrupted = "Interrupted."
 
 
 def watching() -> Member | None:
-    """Return this process's part in the watch over all ranks; None in a single process, and before ranks meet."""
+    """Return this process's member of the watch; None in a single process, and before rendezvous."""
     return _member
 
 
 def say_when_interrupted(text: str) -> None:
-    """Set the text for the user after Ctrl-C, in case the main thread cannot write it."""
+    """Set the message to the user after Ctrl-C, in case the main thread cannot write it."""
     global _interrupted
     _interrupted = text
 
 
 def start_watch(store: Store, options: WatchOptions) -> None:
-    """Watch over all ranks, which meet in ``store``; return when all have come. Collective.
+    """Watch all ranks, which rendezvous in ``store``; return when all have joined. Collective.
 
-    If one does not come, or has other code, this process ends as after any failure. Raise OSError if rank 0's machine
-    cannot be reached, or if the ranks that meet there have all come.
+    If a rank is missing or has other code, this process ends as after any failure. Raise OSError if rank 0's machine is
+    unreachable, or if that run's ranks have all joined.
     """
     global _member
     if options.rank == 0:
@@ -56,7 +56,7 @@ def start_watch(store: Store, options: WatchOptions) -> None:
         store.set(_WHERE, json.dumps({"port": hub.address[1], "file": str(key.file or "")}))
         _member = _join(hub.address, options, key=key.value, hub=hub)
         _member.wait_for_all(meanwhile=partial(_tell_if_asked, store, key))
-        # A rank that comes now is not of this run, and is told so.
+        # A rank that joins from now on belongs to another run, and receives that error.
         store.delete_key(_TOLD)
         store.set(_WHERE, "{}")
         port = hub.address[1]
@@ -64,11 +64,11 @@ def start_watch(store: Store, options: WatchOptions) -> None:
         where = json.loads(store.get(_WHERE))
         if not where:
             raise OSError("the ranks of the run there have all come; another run uses this port")
-        # The machine of rank 0 is the one where ranks meet: launchers start it there.
+        # Rank 0 runs on the rendezvous machine: launchers start it there.
         port = int(where["port"])
         _member = _join((meeting_host(), port), options, key=_find_key(store, where["file"]))
         _member.wait_for_all()
-    # No other rank on this machine ends this one if it is stopped. Later than the others end.
+    # No other rank on this machine can end this one if it is stopped. The guard acts later than the others end.
     if len(_member.line.neighbours) == 1:
         start_guard(options.timeout + _GUARD_SECONDS, port)
 
@@ -80,7 +80,7 @@ def _join(address: tuple[str, int], options: WatchOptions, *, key: str, hub: Hub
 
 
 def _find_key(store: Store, file: str) -> str:
-    """Return the key by which the hub recognises ranks."""
+    """Return the key by which the coordinator authenticates ranks."""
     key = handed_key() or read_key(file)
     if key is None:
         store.set(_ASKED, socket.gethostname())
@@ -89,7 +89,7 @@ def _find_key(store: Store, file: str) -> str:
 
 
 def _tell_if_asked(store: Store, key: Key) -> None:
-    """Put the key into the store if a rank has no other way to it, and log that once."""
+    """Put the key into the store if a rank cannot get it otherwise, and log that once."""
     if not store.check([_ASKED]) or store.check([_TOLD]):
         return
     log.warning(
@@ -102,7 +102,7 @@ def _tell_if_asked(store: Store, key: Key) -> None:
 
 
 def stop_watch() -> None:
-    """End the watch, if there is one: this rank is done."""
+    """Stop the watch, if there is one: this rank is done."""
     global _member
     if _member is not None:
         _member.leave()

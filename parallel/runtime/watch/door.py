@@ -1,8 +1,8 @@
-"""Connections of a run's hub: the door at which they come, and those that are in.
+"""Connections to a run's coordinator: those being authenticated, and those accepted.
 
-Strangers may come, too. The first bytes of a connection are compared with the run's key (``key.py``) before any other
-byte of it is read. A bounded number may wait to show the key, for seconds; and the door closes once all ranks have
-come.
+Unrelated clients may connect, too. A connection's first bytes are compared with the run's key (``key.py``) before any
+other byte is parsed. A bounded number may wait for authentication, for seconds, and listening ends once all ranks have
+joined.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from parallel.runtime.watch.failure import Lines, line_of_key
 from parallel.runtime.watch.key import Key
 
 SEND_SECONDS = 1.0
-"""How long the hub tries to tell one rank something: messages are small, and fit the system's buffer."""
+"""Timeout for sending one message to a rank: messages are small and fit into the system's buffer."""
 _MOST_STRANGERS = 64
-"""Connections beyond the number of ranks that may be open and have not said who they are."""
+"""Maximum number of open, unidentified connections, in addition to the number of ranks."""
 _STRANGER_SECONDS = 10.0
-"""How long a connection may be open before it has said who it is."""
+"""How long a connection may stay open without identifying itself."""
 
 
 class StrangerError(Exception):
-    """Error for a connection that is not a rank's."""
+    """The connection does not belong to a rank."""
 
 
 @dataclass(eq=False)
 class Guest:
-    """Connection of one rank, or of a stranger."""
+    """Connection from one rank, or from an unrelated client."""
 
     socket: socket.socket
     lines: Lines = field(default_factory=Lines)
     first: bytes = b""
-    """What came of its first line."""
+    """Received bytes of its first line."""
     has_key: bool = False
     """Whether its first line was the key."""
     rank: int | None = None
-    """None until it has said who it is."""
+    """None until it has identified itself."""
     host: str = ""
     opened: float = field(default_factory=time.monotonic)
 
     def messages(self, data: bytes, key: bytes) -> list[dict[str, Any]]:
         """Return the messages that ``data`` completes, after a first line that must be ``key``.
 
-        Raise StrangerError for another first line, and any error of JSON for data that is not a message.
+        Raise StrangerError for another first line, and any JSON error for data that is not a message.
         """
         if self.has_key:
             return self.lines.add(data)
-        # Compared once it is complete: refusing a part of it would tell how far a guess is right.
+        # Compare only when complete: rejecting a prefix would reveal how much of a guess is right.
         self.first += data
         if len(self.first) < len(key):
             return []
@@ -64,31 +64,31 @@ class Guest:
         return self.lines.add(rest)
 
     def tell(self, message: bytes) -> None:
-        """Send it a line."""
-        # If sending fails, the rank is gone, which its own connection shows, or stopped, which its silence shows.
+        """Send it one line."""
+        # If sending fails, the rank is gone, as its closed connection shows, or stopped, as its silence shows.
         with contextlib.suppress(OSError):
             self.socket.sendall(message)
 
 
 class Door:
-    """Entrance of ranks until all have come, and the connections of all that are in."""
+    """Listener until all ranks have joined, and all accepted connections."""
 
     def __init__(self, host: str, key: Key, *, world_size: int, selector: selectors.BaseSelector) -> None:
-        """Listen at ``host``; ``selector`` tells when a connection comes or sends."""
+        """Listen at ``host``; ``selector`` signals new connections and received data."""
         self.key, self._first_line = key, line_of_key(key.value)
         self._most_strangers = world_size + _MOST_STRANGERS
         self._selector = selector
         self.listener = listen(host, 0)
         self.address = own_address(self.listener)
-        """Where a process of this machine reaches it."""
-        # A connection that is gone again before it is accepted would block the thread.
+        """Address for processes on this machine."""
+        # If a connection closes before accept, a blocking listener would block the thread.
         self.listener.setblocking(False)
         selector.register(self.listener, selectors.EVENT_READ)
         self._guests: dict[socket.socket, Guest] = {}
         self.by_rank: dict[int, Guest] = {}
 
     def accept(self) -> None:
-        """Accept a connection that has come."""
+        """Accept a pending connection."""
         with contextlib.suppress(OSError):
             connection, _ = self.listener.accept()
             connection.settimeout(SEND_SECONDS)
@@ -98,11 +98,11 @@ class Door:
         self.drop_strangers()
 
     def guest(self, connection: object) -> Guest | None:
-        """Return the guest of a connection; None if it has been closed meanwhile."""
+        """Return a connection's guest; None if it was closed meanwhile."""
         return self._guests.get(connection)  # type: ignore[call-overload]
 
     def messages(self, guest: Guest, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the messages of a guest, as long as it is in."""
+        """Yield a guest's messages, while its connection is open."""
         for message in guest.messages(data, self._first_line):
             if guest.socket in self._guests:
                 yield message
@@ -116,7 +116,7 @@ class Door:
             del self.by_rank[guest.rank]
 
     def drop_strangers(self) -> None:
-        """Drop connections that have not said for long which rank they are, and the oldest if there are many."""
+        """Drop connections that stay unidentified for too long, and the oldest if there are too many."""
         oldest = time.monotonic() - _STRANGER_SECONDS
         unknown = [guest for guest in self._guests.values() if guest.rank is None]
         beyond = max(0, len(unknown) - self._most_strangers)
@@ -125,7 +125,7 @@ class Door:
                 self.drop(guest)
 
     def close_to_strangers(self) -> None:
-        """Stop listening, and drop connections that have not said which rank they are: all ranks have come."""
+        """Stop listening and drop unidentified connections: all ranks have joined."""
         self.key.remove()
         self._selector.unregister(self.listener)
         self.listener.close()
@@ -133,7 +133,7 @@ class Door:
         self.drop_strangers()
 
     def close(self) -> None:
-        """Close everything."""
+        """Close all connections."""
         self.key.remove()
         for connection in [*self._guests, self.listener]:
             connection.close()
@@ -144,15 +144,15 @@ class Door:
             guest.tell(message)
 
     def tell(self, rank: int, message: bytes) -> None:
-        """Send a line to one rank, if it is there."""
+        """Send a line to one rank, if it is connected."""
         if rank in self.by_rank:
             self.by_rank[rank].tell(message)
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Make the system find out within a minute when the other machine is gone."""
+    """Make the system detect within a minute that the remote machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
-        # macOS has two of them.
+        # macOS supports two of these.
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,4 +1,4 @@
-"""``Failure``: the reason why a run ends, as ranks tell it to one another."""
+"""``Failure``: the reason why a run ends, as exchanged between ranks."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FAILED, INTERRUPTED = 1, 130
-"""Exit codes of a rank that died without a word, and after Ctrl-C."""
+"""Exit codes for a rank that died without a message, and after Ctrl-C."""
 FIRST_ALIVE = -1
-"""Of the ranks on each machine; not rank 0."""
+"""First running rank on each machine, except rank 0."""
 _LONGEST = 16_000
-"""Characters of a message that travel."""
+"""Maximum characters per message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Failure of the first failing rank."""
+    """Failure of the first rank that failed."""
 
     rank: int
     code: int
-    """Exit code of every rank."""
+    """Exit code for every rank."""
     text: str
-    """What a user reads; empty where it was said already."""
+    """Message to the user; empty if already reported."""
     alike: bool = False
-    """Whether every rank is about to end for the same reason: then rank 0 says it, and no other rank does."""
+    """True if every rank is about to end for the same reason: then only rank 0 reports it."""
     silent: bool = False
-    """Whether the rank cannot say it itself, so that others must speak for it."""
+    """True if the rank cannot report it itself, so that another rank must."""
     speaker: int | None = None
-    """The rank that says it on the console, where this is the watch's message and no rank's: ``rank`` is −1 then.
+    """Rank that reports it on the console if the message is from the watch instead of a rank; ``rank`` is then −1.
 
-    ``FIRST_ALIVE`` where rank 0 cannot.
+    ``FIRST_ALIVE`` if rank 0 cannot.
     """
     kills: tuple[dict[str, Any], ...] = ()
-    """The ``RankProcess`` of each rank that cannot end itself, for the others of its machine to end."""
+    """``RankProcess`` of each rank that cannot end itself; other ranks on its machine end it."""
 
     @staticmethod
     def from_values(values: dict[str, Any]) -> Failure:
-        """Build it from JSON values. Raise TypeError for other values."""
+        """Build it from JSON values. Raise TypeError for invalid values."""
         return Failure(**{**values, "kills": tuple(values.get("kills", ()))})
 
     def source(self) -> str:
-        """Return the origin of the failure, for the log."""
+        """Return the failure's origin, for the log."""
         if self.speaker is None:
             return f"rank {self.rank} failed"
         return "the run was ended by its watch"
 
     def awaits(self, rank: int) -> bool:
-        """Return whether this rank was stopped, and the others wait only for its end."""
+        """Return True if this rank was stopped, and the others wait only for it to end."""
         return any(process["rank"] == rank for process in self.kills)
 
     def to_values(self) -> dict[str, Any]:
-        """Return the fields as JSON values; a long text loses its middle."""
+        """Return the fields as JSON values; a long text is shortened in the middle."""
         values = {**asdict(self), "kills": list(self.kills)}
         if len(self.text) > _LONGEST:
             half = _LONGEST // 2
@@ -60,23 +60,23 @@ class Failure:
 
 
 def line_of(kind: str, **values: Any) -> bytes:
-    """Return a message between a rank and the hub: one line of JSON."""
+    """Encode a message between a rank and the coordinator: one line of JSON."""
     return (json.dumps({"kind": kind, **values}) + "\n").encode()
 
 
 def line_of_key(key: str) -> bytes:
-    """Return a rank's first line, before any message: it is compared as bytes, and a stranger's is never parsed."""
+    """Encode a rank's first line, before any message: compared as bytes, and never parsed."""
     return f"{key}\n".encode()
 
 
 class Lines:
-    """Messages in a stream of bytes."""
+    """Messages in a byte stream."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def add(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the messages that ``data`` completes. Raise ValueError for data that is not a message."""
+        """Return the messages that ``data`` completes. Raise ValueError if it is not a message."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > 8 * _LONGEST:
             raise ValueError("a message without end")

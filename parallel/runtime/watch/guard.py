@@ -1,10 +1,10 @@
 """Guard that ends a stopped rank if no other process can: ``python guard.py PROCESS SECONDS PORT``.
 
-When the run ends, ranks end a stopped one of their own machine. A rank that is alone on its machine has no such
-neighbour: the run ends elsewhere, and its launcher waits for it forever. So it starts this process, which checks it
-once a second. If the rank has been stopped for so many SECONDS, and no other rank is connected to the hub at PORT any
-more, it is resumed, to hear why the run has ended; five seconds later it is killed. The guard imports little, as it
-lives as long as the rank.
+When the run ends, ranks end stopped ranks on their own machine. A rank alone on its machine has no such neighbour: the
+run ends elsewhere, and its launcher would wait for it forever. So it starts this process, which checks it once a
+second. If the rank has been stopped for SECONDS, and no other rank is connected to the coordinator at PORT any more,
+the guard resumes it, so that it receives the reason why the run ended; five seconds later it kills it. The guard
+imports little because it lives as long as the rank.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 
 _LOOK_SECONDS = 1.0
 _ROUSED_SECONDS = 5.0
-"""How long a rank has to end by itself once it goes on."""
+"""Grace period for a resumed rank to end by itself."""
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _ESTABLISHED = "01"
 
 
 def start_guard(seconds: float, port: int) -> None:
-    """Start a guard for this process, if the system has the tables that it needs."""
-    # Other systems have no such table; their users see the launcher wait.
+    """Start a guard for this process, if the system provides the required tables."""
+    # Other systems lack the table; their users see the launcher wait.
     if not Path(_TABLES[0]).exists():
         return
-    # No stream of the rank's: ssh and launchers wait for all processes that hold one.
+    # Inherit no stream: ssh and launchers wait for all processes that hold one.
     subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(seconds), str(port)],
         stdin=subprocess.DEVNULL,
@@ -41,7 +41,7 @@ def start_guard(seconds: float, port: int) -> None:
 def main() -> None:
     """Check the process until it has ended."""
     pid, seconds, port = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    # A process id may be reused later: this process's parent is the rank, as long as that lives.
+    # Process ids are reused, but the parent id equals the rank's only while the rank lives.
     stopped_since = None
     while os.getppid() == pid:
         now = time.monotonic()
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal or a debugger."""
+    """Return True if a process is stopped by a signal or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
@@ -68,9 +68,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_connected(port: int) -> bool:
-    """Return whether a connection between the hub's port and another machine is open on both sides.
+    """Return True if a connection between the coordinator's port and another machine is open on both sides.
 
-    A connection to a machine that is gone is dropped by the system after a minute, whatever the process does.
+    The system drops a connection to a lost machine after a minute, whatever the process does.
     """
     for table in _TABLES:
         try:
@@ -80,7 +80,7 @@ def is_connected(port: int) -> bool:
         for line in lines:
             local, remote, state = line.split()[1:4]
             (here, own_port), (there, other_port) = local.split(":"), remote.split(":")
-            # Rank 0 has one to its own hub.
+            # Rank 0 is connected to its own coordinator.
             if state == _ESTABLISHED and here != there and port in (int(own_port, 16), int(other_port, 16)):
                 return True
     return False

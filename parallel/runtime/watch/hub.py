@@ -1,11 +1,11 @@
-"""The hub of a run's watch: a thread of rank 0 to which every rank holds a connection.
+"""The coordinator of a run's watch: a thread on rank 0 to which every rank keeps a connection.
 
-The first failure that a rank reports is sent to all. A connection that closes without a good-bye is a rank that died
-without a message: the system closes it when a process is killed, and gives it up when a machine is gone. A process that
-is stopped, or that waits forever, closes nothing: so every rank reports its state a few times in a time-out, and the
-hub shows that it is there (``overseer.py``).
+The first reported failure is sent to all ranks. A connection that closes without a "left" message means that the rank
+died: the system closes it when a process is killed, and drops it when a machine is gone. A stopped or hanging process
+closes no connection: so every rank sends heartbeats a few times per timeout, and the coordinator sends its own
+(``overseer.py``).
 
-The door (``door.py``) accepts connections and recognises strangers.
+``door.py`` accepts connections and rejects unrelated clients.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ log.addHandler(logging.NullHandler())
 
 
 class Hub:
-    """Hub that tells all ranks of the first failure that one of them reports."""
+    """Coordinator that sends all ranks the first failure that one of them reports."""
 
     def __init__(self, options: WatchOptions, *, host: str, key: Key) -> None:
-        """Start to listen at ``host``, to ranks that show ``key``; ``options`` are those of rank 0."""
+        """Start listening at ``host``, to ranks that present ``key``; ``options`` are rank 0's."""
         _allow_many_files()
         self._remark, self._beat = options.remark, options.beat
         self._selector = selectors.DefaultSelector()
         self._door = Door(host, key, world_size=options.world_size, selector=self._selector)
-        # Writing to the one end wakes the thread, which waits for the other end, too.
+        # Writing to one end wakes the thread, which also selects on the other end.
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._overseer = Overseer(options, tell=self._door.tell, fail=self._fail)
@@ -50,19 +50,21 @@ class Hub:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Address at which a process of this machine reaches it."""
+        """Address for processes on this machine."""
         return self._door.address
 
     def stop(self) -> None:
         """Release all ranks and stop."""
         self._stops = True
-        # The thread may have seen it already, by a rank that leaves at this moment, and closed everything.
+        # The thread may already have seen the flag, because a rank left at this moment, and closed the sockets.
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
         self._thread.join(SEND_SECONDS)
 
     def linger(self, seconds: float) -> None:
-        """Return when all other ranks are gone, or after so many seconds: the hub still tells them the failure."""
+        """Return when all other ranks are gone, or after ``seconds``; until then the coordinator still forwards the
+        failure.
+        """
         deadline = time.monotonic() + seconds
         while len(self._door.by_rank) > 1 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -70,7 +72,7 @@ class Hub:
     def _run(self) -> None:
         try:
             self._serve()
-        # Otherwise the run would end at some time-out, with a wrong reason.
+        # Otherwise the run would end by some timeout, with a wrong reason.
         except Exception as error:
             log.exception("the hub of the run's watch failed")
             text = f"ClusterError: the hub of the run's watch failed: {error!r}. This is a fault of longctx."
@@ -85,20 +87,20 @@ class Hub:
                     self._door.accept()
                 elif guest is not None:
                     self._read(guest)
-            # Only now: if this process was stopped, messages that came meanwhile are read first.
+            # Last: if this process was stopped, messages that arrived meanwhile are processed first.
             self._overseer.look()
             if time.monotonic() >= pulse:
                 pulse = time.monotonic() + self._beat
                 self._door.tell_all(line_of("pulse"))
                 self._door.drop_strangers()
-        # Otherwise a rank that is slower to leave would take the closed connection for rank 0's death.
+        # Otherwise a slower rank would take the closed connection for rank 0's death.
         self._door.tell_all(line_of("over"))
         self._door.close()
         for end in (self._wake, self._woken):
             end.close()
 
     def _read(self, guest: Guest) -> None:
-        """Read the data that a rank sent, or notice that it is gone."""
+        """Read a rank's data, or detect that it is gone."""
         data = b""
         with contextlib.suppress(OSError):
             data = guest.socket.recv(65_536)
@@ -108,7 +110,7 @@ class Hub:
         try:
             for message in self._door.messages(guest, data):
                 self._take(guest, message)
-        # Any error: ranks send only valid messages, and no stranger may end this thread.
+        # Any error: ranks send only valid messages, and no unrelated client may end this thread.
         except Exception as error:
             if not isinstance(error, StrangerError):
                 log.warning("dropped a connection to the watch's hub: %s: %s", type(error).__name__, error)
@@ -132,10 +134,10 @@ class Hub:
             self._drop(guest)
 
     def _welcome(self, guest: Guest, process: RankProcess) -> None:
-        """Accept a rank as one of the run; tell it if it cannot be one."""
+        """Accept a rank into the run, or tell it why it cannot join."""
         rank = process.rank
         guest.host = process.host
-        # Before it is counted: the last one to come lets all begin.
+        # Register it before counting: the last one to join releases all ranks.
         known = self._door.by_rank.setdefault(rank, guest)
         problem = self._overseer.arrive(process)
         if problem:
@@ -147,12 +149,12 @@ class Hub:
         guest.rank = rank
         if self._overseer.roll.is_complete:
             self._door.close_to_strangers()
-        # Another rank may have failed before this one came.
+        # Another rank may have failed before this one joined.
         if self._failure is not None:
             guest.tell(line_of("failed", **self._failure.to_values()))
 
     def _fail(self, failure: Failure) -> None:
-        """Tell all ranks of the first failure; later ones follow from it and are ignored."""
+        """Send the first failure to all ranks; later ones follow from it and are ignored."""
         if self._failure is None:
             self._failure = failure
             self._door.key.remove()
@@ -172,7 +174,7 @@ class Hub:
 
 
 def died(rank: int, host: str, remark: str) -> str:
-    """Return the text for the user about a rank that died without a message."""
+    """Return the message to the user about a rank that died without one."""
     place = ""
     if host:
         place = f" on {host}"
@@ -184,7 +186,7 @@ def died(rank: int, host: str, remark: str) -> str:
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files: rank 0 has a connection to every rank."""
+    """Raise the open file limit: rank 0 has a connection to every rank."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):

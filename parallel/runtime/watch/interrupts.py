@@ -1,4 +1,4 @@
-"""Listener for signals that ask for an end, also while the main thread is in a call that handles none."""
+"""Listener for termination signals, including while the main thread is in a call that does not handle them."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ from parallel.runtime.watch.failure import INTERRUPTED, Failure
 from parallel.runtime.watch.last_words import end_process
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask for an end. Of those that a process has no handler for, the system ends it before any is told."""
+"""Termination signals. Without a handler, the system ends the process before this listener runs."""
 
 
 class EndingSignals:
-    """Handler of ending signals: the first ends all after a time of grace, unless the main thread sees to it."""
+    """Handler for termination signals: the first ends all ranks after a grace period, unless the main thread handles
+    it.
+    """
 
     def __init__(self, end: Callable[[signal.Signals], None], *, grace_seconds: float) -> None:
-        """Listen from now on if the main thread calls this: other threads cannot.
+        """Start listening, if called from the main thread: other threads cannot.
 
-        ``end`` is called in a thread of its own, after the main thread has had so many seconds to end by itself.
+        ``end`` is called in its own thread, after the main thread has had ``grace_seconds`` to end by itself.
         """
         self._end, self._grace_seconds, self._own = end, grace_seconds, 0
         self.was_interrupted = False
-        """Whether there was a Ctrl-C."""
+        """True after a Ctrl-C."""
         self.deferred = False
-        """Whether the main thread sees to the first signal, which ends nothing by itself then."""
+        """True if the main thread handles the first signal, which then ends no process by itself."""
         self._before: int | None = None
         if threading.current_thread() is not threading.main_thread():
             return
-        # Python writes the number of a signal there at once, and runs handlers only between two steps of its code.
+        # Python writes signal numbers to this socket immediately, while it runs handlers only between two bytecodes.
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="watch interrupts", daemon=True).start()
 
     def interrupt_main(self) -> None:
-        """Raise KeyboardInterrupt in the main thread, once it runs Python code; this one does not count."""
+        """Raise KeyboardInterrupt in the main thread once it runs Python code; the listener ignores this signal."""
         self._own += 1
         _thread.interrupt_main()
 
     def stop(self) -> None:
-        """Stop listening. The main thread calls this."""
+        """Stop listening. Must be called from the main thread."""
         if self._before is not None:
             signal.set_wakeup_fd(self._before)
             self._before = None
@@ -73,12 +75,12 @@ class EndingSignals:
 
 
 def ended_by(number: signal.Signals) -> str:
-    """Return the text for the user after a signal before the first step."""
+    """Return the message to the user after a signal before the first step."""
     return f"Ended by {number.name} before the first step: there was nothing to save."
 
 
 def failure_of(number: signal.Signals, *, rank: int, interrupted: str) -> Failure:
-    """Return the failure that ends all ranks after a signal to one; ``interrupted`` is its text after Ctrl-C."""
+    """Build the failure that ends all ranks after a signal to one; ``interrupted`` is its text after Ctrl-C."""
     if number == signal.SIGINT:
         # A terminal sends it to every rank.
         return Failure(rank=rank, code=INTERRUPTED, text=interrupted, alike=True)

@@ -1,20 +1,19 @@
-"""Judgement whether a run hangs, and because of which ranks: pure arithmetic on the states that ranks report.
+"""Decision whether a run hangs, and because of which ranks: pure arithmetic on reported states.
 
-**The rule.** With L nine tenths of ``run.timeout_seconds`` a run hangs
+**Rule.** With L = nine tenths of ``run.timeout_seconds``, a run hangs
 
-1. when a rank was not heard of for L: its process is stopped, its machine is gone, or a call into a library holds
-   Python's lock;
-2. when a rank has waited for L in a collective that has a time-out: that would end by itself a little later, with
-   a message that names no rank;
-3. when no rank has made progress for L. Waiting is no progress; a mark of the work is, and if a rank does not wait,
-   so is any sign from outside that it works (``sample.py``).
+1. if a rank has been silent for L: its process is stopped, its machine is gone, or a library call holds Python's lock;
+2. if a rank has waited for L in a collective with a timeout: that would end by itself soon, with a message that
+   names no rank;
+3. if no rank has made progress for L. Waiting is not progress; a mark is, and if a rank does not wait, so is any
+   external evidence of work (``sample.py``).
 
-So a rank may build, compile, hash, save or evaluate for hours while all others wait patiently, as long as it does
-anything at all. During one call to a file system no sign of that is seen: a rank that has marked work on a disk may be
-quiet for ``DISK`` times as long. A process that was stopped for less than L goes on unharmed, and so does the run.
+So a rank may build, compile, hash, save or evaluate for hours while all others wait patiently, as long as it shows any
+activity. During a single file system call there is no such evidence: a rank that has marked disk work may be quiet for
+``DISK`` times as long. If a process is stopped for less than L, it and the run continue unharmed.
 
-**The cause.** The ranks that were not heard of; otherwise those that do not wait while others do; otherwise, if all of
-them wait, those that are behind.
+**Cause.** The silent ranks; otherwise those that do not wait while others do; otherwise, if all wait, those that are
+furthest behind.
 """
 
 from __future__ import annotations
@@ -23,53 +22,53 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WORKS, TIMED, PATIENT = "works", "waits", "waits patiently"
-"""What a main thread does: no waiting; waiting in a collective that has a time-out; waiting in one that has a day."""
+"""Main thread states: not waiting; waiting in a collective with a timeout; waiting in one with a one-day timeout."""
 SHARE = 0.9
-"""Of ``run.timeout_seconds``: the verdict comes before that of a library."""
+"""Fraction of ``run.timeout_seconds``: the watch decides before a library's timeout."""
 DISK = 6.0
 LATE = 0.25
-"""Of ``run.timeout_seconds``: the rank that others have waited for so long is named in a warning."""
+"""Fraction of ``run.timeout_seconds`` after which a warning names the rank that others wait for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """State that a rank reports."""
+    """State reported by a rank."""
 
     what: str
     step: int
     count: int
-    """Marks that its work has left: progress, in a number."""
+    """Number of marks left so far: its progress."""
     kind: str
     """``WORKS``, ``TIMED`` or ``PATIENT``."""
     held: float
     """Seconds since its last mark."""
     waited: float
-    """Seconds of its present wait; 0 where it does not wait."""
+    """Seconds in the current wait; 0 if it does not wait."""
     quiet: float
     """Seconds since it made progress."""
     disk: bool = False
-    """Whether it may be in a call to a file system."""
+    """True if it may be in a file system call."""
     silent: float = 0.0
-    """Seconds since it was heard of."""
+    """Seconds since its last message."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks because of which a run hangs, and the reason."""
+    """Ranks that make a run hang, and the reason."""
 
     ranks: tuple[int, ...]
-    """Whom the others wait for; all of them where they wait for one another."""
+    """Ranks that the others wait for; all ranks if they wait for one another."""
     reason: str
 
 
 def judge(states: Mapping[int, RankState], limit: float) -> Hang | None:
     """Return the hang if the run hangs, otherwise None; ``limit`` is L, in seconds."""
-    # Silence first: whatever others wait for, the cause is a rank that can send nothing.
+    # Silence first: whatever others wait for, the cause is a rank that cannot send.
     silent = tuple(rank for rank, state in states.items() if state.silent >= limit)
     if silent:
         seconds = max(states[rank].silent for rank in silent)
         return Hang(silent, f"not heard of for {seconds:.1f} s")
-    # As reported, without the time since: a rank that has not reported since may have gone on.
+    # As reported, without the time since: a rank may have continued since its last report.
     waits = [state.waited for state in states.values() if state.kind == TIMED]
     if max(waits, default=0.0) >= limit:
         return _hang(states, f"others have waited {max(waits):.1f} s for {{}}")
@@ -80,31 +79,31 @@ def judge(states: Mapping[int, RankState], limit: float) -> Hang | None:
 
 
 def late(states: Mapping[int, RankState], after: float) -> tuple[int, ...]:
-    """Return the ranks that all others waited for, or that were silent, for so many seconds; mostly none."""
+    """Return the ranks that all others waited for, or that were silent, for ``after`` seconds; usually empty."""
     silent = tuple(rank for rank, state in states.items() if state.silent >= after)
     waits = [state.waited for state in states.values() if state.kind != WORKS]
     working = tuple(rank for rank, state in states.items() if state.kind == WORKS)
-    # If many work, as in a part without collectives, a few that are done early wait for no rank in particular.
+    # If many ranks work, as in a phase without collectives, a few early finishers wait for no rank in particular.
     if silent or not waits or max(waits) < after or len(working) > max(1, len(states) // 8):
         return silent
     return working
 
 
 def _is_quiet(state: RankState, limit: float) -> bool:
-    """Return whether it made no progress for too long."""
+    """Return True if the rank made no progress for too long."""
     if state.disk and state.kind == WORKS:
         limit *= DISK
     return state.quiet >= limit
 
 
 def _hang(states: Mapping[int, RankState], reason: str) -> Hang:
-    """Return the hang that is due to the ranks that the others wait for."""
+    """Attribute the hang to the ranks that the others wait for."""
     working = [rank for rank, state in states.items() if state.kind == WORKS]
     if working:
-        # Ranks that wait tell nothing, those that work are slow or stuck: the quietest, if there are both.
+        # Waiting ranks give no hint; working ranks are slow or stuck: choose the quietest.
         stuck = [rank for rank in working if states[rank].quiet >= max(states[r].quiet for r in working) / 2]
         return Hang(tuple(stuck), reason.format(plural(stuck)))
-    # Of ranks that enter the same collectives in the same order, the one that others wait for has entered the fewest.
+    # All ranks enter the same collectives in the same order, so the one that others wait for has entered the fewest.
     behind = min((state.step, state.count) for state in states.values())
     last = [rank for rank, state in states.items() if (state.step, state.count) == behind]
     if len(last) == len(states):

@@ -1,11 +1,12 @@
-"""Key of a run's watch, by which the hub recognises ranks, and its way from rank 0 to the others.
+"""Authentication key for a run's watch, and its distribution from rank 0 to the others.
 
-Ranks meet in torch's store, which anyone who reaches its port can read and write. So the key is not sent there:
+Ranks rendezvous in torch's store, which any client that reaches its port can read and write. So the key is not sent
+there:
 
-* a starter may hand it to every rank in ``LONGCTX_WATCH_KEY``;
-* else rank 0 writes it into a file that only this user may read: on one machine in the folder of temporary files, on
-  several in ``~/.cache/longctx``, which a cluster's machines often share. The file goes once all ranks have come;
-* a rank that can do neither asks for it in the store, and rank 0 warns that it is there.
+* a launcher may pass it to every rank in ``LONGCTX_WATCH_KEY``;
+* otherwise rank 0 writes it to a file that only this user may read: on one machine in the temporary folder, on several
+  in ``~/.cache/longctx``, which a cluster's machines often share. The file is removed once all ranks have joined;
+* a rank that can use neither requests it in the store, and rank 0 warns that it is exposed there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from parallel.runtime.listening import is_one_machine
 KEY_VARIABLE = "LONGCTX_WATCH_KEY"
 _FORM = re.compile(r"[0-9a-zA-Z]{16,128}")
 _LOOK_SECONDS = 2.0
-"""How long a rank looks for a file that another machine has written: NFS shows it late."""
+"""How long a rank polls for a file written on another machine: NFS shows it late."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Key:
 
 
 def handed_key() -> str | None:
-    """Return the key that a starter handed to this rank, if it has the form of one."""
+    """Return the key passed to this rank in the environment, if it is well-formed."""
     value = os.environ.get(KEY_VARIABLE, "")
     if _FORM.fullmatch(value):
         return value
@@ -53,9 +54,9 @@ def handed_key() -> str | None:
 
 
 def new_key() -> Key:
-    """Return the key of a run that begins, on rank 0: the one that was handed to it, or a new one in a private file.
+    """Return the key for a new run, on rank 0: the one passed to it, or a new one in a private file.
 
-    Without a file if none can be written.
+    Without a file if it cannot be written.
     """
     handed = handed_key()
     if handed is not None:
@@ -67,7 +68,7 @@ def new_key() -> Key:
     with contextlib.suppress(OSError, RuntimeError):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        # The folder is created with rights for its user only.
+        # mkdtemp creates the folder with permissions for its user only.
         file = Path(tempfile.mkdtemp(prefix="watch-", dir=folder)) / "key"
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             out.write(value)
@@ -76,9 +77,10 @@ def new_key() -> Key:
 
 
 def read_key(file: str) -> str | None:
-    """Return the key in a file of this user's that no other user may read; None if there is no such file.
+    """Return the key from this user's file that no other user may read; None if there is no such file.
 
-    The path comes from the store, where a stranger may have put it: a text without the form of a key is not returned.
+    The path comes from the store, which an attacker may have written: text that is not a well-formed key is not
+    returned.
     """
     deadline = time.monotonic() + _LOOK_SECONDS
     while True:

@@ -1,4 +1,4 @@
-"""The last two acts of a process: report the reason, and end."""
+"""A process's last two actions: report the reason, and end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longctx.untrusted.terminal import spelled
 from parallel.runtime.parents import PDSH, Launcher, is_begun_by_process_1, launcher_above
 
 _LAUNCHER_SECONDS = 15.0
-"""How long words wait for the launcher to end. It looks at its ranks once a second."""
+"""How long the message waits for the launcher to end. The launcher polls its ranks once a second."""
 _SPEAKER_SECONDS = 5.0
 
 
@@ -27,32 +27,32 @@ class _Terminal:
     pdsh: int
 
 
-# One per process, as standard error is.
+# One per process, like standard error.
 _terminal: _Terminal | None = None
 
 
 def speak_where_typed(launchers: Sequence[Launcher]) -> None:
-    """Say last words on the user's terminal if pdsh on this machine started this rank: pdsh may be gone by then."""
+    """Report on the user's terminal if pdsh on this machine started this rank: pdsh may have ended by then."""
     global _terminal
     pdsh = next((launcher for launcher in launchers if launcher.what == PDSH), None)
     if pdsh is None or _terminal is not None:
         return
     runner = launchers[-1].process.pid
-    # The system refuses it for another user's process, and for a socket: then words go the usual way.
+    # The system refuses for another user's process and for a socket: then use standard error.
     with contextlib.suppress(OSError):
         stream = os.open(f"/proc/{runner}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
         _terminal = _Terminal(stream, pdsh.process.pid)
 
 
 def say(text: str) -> None:
-    """Write to standard error, below the rest of any progress bar; do nothing if ``text`` is empty.
+    """Write to standard error, below any progress bar; do nothing if ``text`` is empty.
 
-    If a launcher started this process, it speaks first and ends: so the user reads ``text`` last. In a container that
-    was made for this run no process speaks after the launcher, so ``text`` comes first.
+    If a launcher started this process, it prints first and ends, so that the user reads ``text`` last. In a container
+    created for this run, processes end with the launcher, so ``text`` comes first.
     """
     if not text:
         return
-    # A progress bar that was interrupted has hidden it.
+    # An interrupted progress bar leaves the cursor hidden.
     show_cursor = ""
     if sys.stderr.isatty():
         show_cursor = "\x1b[?25h"
@@ -65,23 +65,23 @@ def say(text: str) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once, whatever other threads and devices do; written output is flushed."""
+    """End this process immediately, whatever other threads and devices do; flush written output."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    # Log files flush after each line. Exit handlers are left out: they may wait for a thread that is stuck.
+    # Log files flush after each line. Skip exit handlers: they may wait for a stuck thread.
     os._exit(code)
 
 
 def _say_after_launcher(words: str) -> bool:
-    """Start a process that says it later; return whether it was started."""
+    """Start a process that prints the message later; return True if it started."""
     launcher = launcher_above()
     if launcher is not None and launcher.is_ours:
         return False
-    # A stream without a descriptor is a test's.
+    # A stream without a descriptor belongs to a test.
     if (launcher is None and _terminal is None) or sys.stderr is not sys.__stderr__:
         return False
-    # In a container all processes end with the launcher: one that waits for its end never speaks.
+    # In a container all processes end with the launcher, so a process that waits for that end never prints.
     if is_begun_by_process_1(sys.argv[0]):
         return False
     speaker = str(Path(__file__).with_name("speaker.py"))
@@ -90,7 +90,7 @@ def _say_after_launcher(words: str) -> bool:
         processes.append(launcher.process.pid)
     if _terminal is not None:
         processes.append(_terminal.pdsh)
-        # Not the stream of this process as well: ssh waits for all processes that hold it, and pdsh for ssh.
+        # Do not inherit this process's stream: ssh waits for all processes that hold it, and pdsh for ssh.
         stream = _terminal.stream
     try:
         done = subprocess.run(
@@ -102,6 +102,6 @@ def _say_after_launcher(words: str) -> bool:
             check=False,
         )
     except (OSError, subprocess.SubprocessError):
-        # No memory, or no more processes: that may be why this one ends.
+        # Out of memory or process slots, which may be why this one ends.
         return False
     return done.returncode == 0

@@ -1,6 +1,6 @@
-"""One rank's part in the watch: it hears of the first failure of any rank, and ends this process.
+"""One rank's part in the watch: it receives the first failure from any rank, and ends this process.
 
-The main thread may be inside of a collective that never returns, where no exception and no signal reaches it. So the
+The main thread may be inside a collective that never returns and that no exception or signal can interrupt. So the
 watch gives it a short time to end by itself, and then ends the process.
 """
 
@@ -25,22 +25,22 @@ from parallel.runtime.watch.options import WatchOptions
 from parallel.runtime.watch.processes import is_first, kill, rouse, stopped_before_meeting, wait_until_ended
 
 log = logging.getLogger(__name__)
-# Without a run folder there is no log file, and the console has heard it from another rank.
+# Without a run folder there is no log file, and another rank has already reported to the console.
 log.addHandler(logging.NullHandler())
 
 GRACE_SECONDS = 2.0
-"""How long the main thread of a rank has to end after another one failed."""
+"""Grace period for a rank's main thread to end after another rank failed."""
 ALIKE_SECONDS = 3.0
-"""How long rank 0 has to meet what another rank met, where all are about to meet it."""
+"""How long rank 0 has to hit another rank's error itself, if all ranks are about to."""
 REPORT_SECONDS = 10.0
-"""How long a silent rank waits for rank 0 to report: launchers end all ranks as soon as one has failed."""
+"""How long a silent rank waits for rank 0 to report: launchers end all ranks once one has failed."""
 _LAST_ACT_SECONDS = 1.0
 _ROUSED_SECONDS = 1.5
-"""How long a rank that was stopped has to end by itself, with the exit code of all."""
+"""Grace period for a rank that was stopped to end by itself, with the common exit code."""
 
 
 class Member:
-    """Member of the watch: this process."""
+    """This process as a member of the watch."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Member:
         self.line = Connection(
             connection, options, key=key, on_failure=self._see_to_the_end, on_question=self._beats.explain
         )
-        # Only now: the first message may need all of the above.
+        # Last, since the first message may need everything above.
         self.line.start()
 
     def wait_for_all(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Return once all ranks have come, calling ``meanwhile`` at times. Raise ClusterError if it takes too long."""
-        # The hub itself names the missing ranks; it needs time to.
+        """Return once all ranks have joined, calling ``meanwhile`` periodically. Raise ClusterError after a timeout."""
+        # Add time for the coordinator, which reports the missing ranks itself.
         if not self.line.wait_met(self._options.meet + REPORT_SECONDS, meanwhile):
             raise ClusterError(
                 f"rank {self._rank} came to rank 0 and heard no more of it for {self._options.meet:.0f} s.\n"
@@ -75,26 +75,26 @@ class Member:
         self._beats.start(self.line)
 
     def take_over(self) -> None:
-        """Let the main thread end the process: the watch no longer interrupts it, and only ensures the end."""
+        """Let the main thread end the process: the watch no longer interrupts it, and only enforces the end."""
         with self._taking_over:
             self._main_is_ending = True
 
     @property
     def is_ending(self) -> bool:
-        """True if this process ends: its main thread, or because a rank has failed."""
+        """True if this process is ending: by its main thread, or because a rank failed."""
         return self._main_is_ending or self.line.first is not None
 
     def may_report(self) -> bool:
-        """Return whether the caller is first to report a failure of all ranks: main thread and watch may both try."""
+        """Return True for the first caller: main thread and watch may both try to report a failure."""
         with self._taking_over:
             is_first = not self._has_reported
             self._has_reported = True
         return is_first
 
     def end(self, code: int) -> NoReturn:
-        """Do the last act, wait for the other ranks to hear this one's message, and end this process."""
+        """Run the last act, wait until the other ranks have received this one's message, and end this process."""
         self._tell_of_another()
-        # Bounded: it may call a library that is stuck.
+        # Bounded: it may call a library that hangs.
         act = threading.Thread(target=self._options.last_act, daemon=True)
         act.start()
         act.join(_LAST_ACT_SECONDS)
@@ -106,12 +106,12 @@ class Member:
         if self._hub is not None:
             self._hub.linger(GRACE_SECONDS)
         if self._speaks_for_another:
-            # A later rank that gets here late would find that none before it runs, and say it again.
+            # A later rank that arrives here late would see no running rank before it, and report again.
             wait_until_ended([one for one in self.line.neighbours if one.rank > self._rank], REPORT_SECONDS)
         end_process(code)
 
     def leave(self) -> None:
-        """End the watch: this rank is done."""
+        """Leave the watch: this rank is done."""
         self.signals.stop()
         self._beats.stop()
         self.line.leave()
@@ -130,34 +130,34 @@ class Member:
             self._interrupt_main(failure)
             time.sleep(GRACE_SECONDS)
         if self._main_is_ending:
-            # It has a message to write or to wait for; the rest is for the case that it cannot.
+            # The main thread reports or waits for a report; the code below is for the case that it cannot.
             time.sleep(REPORT_SECONDS + ALIKE_SECONDS)
         self.end(_code_of(failure, was_interrupted=self.signals.was_interrupted))
 
     def _tell_of_another(self) -> None:
-        """Log why another rank ends this one, and say it if that rank cannot: once, before the process ends."""
+        """Log why another rank ends this one, and report it if that rank cannot: once, before the process ends."""
         failure = self.line.first
         if failure is None or failure.rank == self._rank:
             return
-        # Main thread and watch both come here, and either may be the one that ends the process.
+        # Main thread and watch both get here, and either may end the process.
         with self._telling:
             if self._has_told:
                 return
             self._has_told = True
             log.error("%s, and this rank stops:\n%s", failure.source(), failure.text)
-            # After Ctrl-C every rank ends; a second one ends each without a word, some a little earlier.
+            # After Ctrl-C every rank ends; a second Ctrl-C ends each silently, some slightly earlier.
             if not self.signals.was_interrupted and self._speaks(failure):
                 self._speaks_for_another = True
                 say(failure.text)
 
     def _speaks(self, failure: Failure) -> bool:
-        """Return whether this rank speaks for one that cannot."""
+        """Return True if this rank reports for one that cannot."""
         if failure.speaker == FIRST_ALIVE or (failure.silent and failure.rank == 0):
             return self._rank != 0 and is_first(self._rank, self.line.neighbours)
         return failure.speaker == self._rank or (failure.silent and self._rank == 0)
 
     def _wait_for_the_same(self, failure: Failure) -> None:
-        """Let the main thread meet another rank's failure; report it in its place if it does not come to that."""
+        """Give the main thread time to hit the same failure; if it does not, report in its place."""
         time.sleep(ALIKE_SECONDS)
         if self._main_is_ending:
             return
@@ -168,13 +168,13 @@ class Member:
             self.line.reported()
 
     def _interrupt_main(self, failure: Failure) -> None:
-        """Interrupt the main thread in the Python code that it runs: progress bars and files are closed."""
+        """Interrupt the main thread's Python code, so that progress bars and files are closed."""
         with self._taking_over:
             if failure.rank != self._rank and not self._main_is_ending:
                 self.signals.interrupt_main()
 
     def end_for(self, failure: Failure) -> None:
-        """End all ranks for a failure that a thread of this one has found, whatever its main thread does."""
+        """End all ranks for a failure found by a thread on this rank, whatever its main thread does."""
         if self.line.announce(failure) == failure and not failure.alike:
             say(failure.text)
 
@@ -184,14 +184,13 @@ class Member:
 
 
 def _code_of(failure: Failure, *, was_interrupted: bool) -> int:
-    """Return the exit code of a rank."""
     if failure.silent and was_interrupted:
         return INTERRUPTED
     return failure.code
 
 
 def text_of(failure: Failure, rank: int) -> str:
-    """Return a rank's text about a failure, which may be only another rank's."""
+    """Return the message for a failure, prefixed with its rank if it is another one."""
     if failure.rank == rank or failure.code == INTERRUPTED or not failure.text:
         return failure.text
     return f"rank {failure.rank}: {failure.text}"

@@ -1,4 +1,4 @@
-"""Options of a rank's watch, given when it starts."""
+"""Options for a rank's watch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel.runtime.watch.judge import LATE, SHARE
 
 _QUICKEST = 0.1
 _BEATS_A_SECOND = 100
-"""That the hub hears, from all ranks together: a hundredth of rank 0's time."""
+"""Heartbeats that the coordinator receives in total: a hundredth of rank 0's time."""
 
 
 def _nothing() -> None:
@@ -19,28 +19,28 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Options of a rank's watch; times are in seconds."""
+    """Options for a rank's watch; times in seconds."""
 
     rank: int
     world_size: int
     timeout: float
     """How long ranks wait for one another in a collective (``run.timeout_seconds``)."""
     meet: float = 45.0
-    """How long ranks wait for the last one to come, at the start (``run.meet_seconds``)."""
+    """How long ranks wait for the last one at rendezvous (``run.meet_seconds``)."""
     version: str = ""
-    """Of the code: the same on all ranks."""
+    """Code version, equal on all ranks."""
     folder: Path | None = None
-    """Where stacks are written; None where the run has no folder."""
+    """Folder for stacks; None if the run has no folder."""
     remark: str = ""
-    """Follows the message about a rank that died without one."""
+    """Appended to the message about a rank that died without one."""
     last_act: Callable[[], None] = _nothing
-    """Called before a failure of any rank ends this process."""
+    """Called before any rank's failure ends this process."""
     spins: bool = False
-    """Whether a core is busy also while it waits for a device, as with CUDA."""
+    """True if a core is busy even while waiting for a device, as with CUDA."""
 
     @property
     def limit(self) -> float:
-        """Seconds that a rank may be silent, wait or stand still."""
+        """Seconds that a rank may be silent, wait or be idle."""
         return SHARE * self.timeout
 
     @property
@@ -50,6 +50,8 @@ class WatchOptions:
 
     @property
     def beat(self) -> float:
-        """Seconds between two messages of a rank: at least thirty in a time-out, and as many as the hub can hear."""
+        """Seconds between a rank's heartbeats: at least thirty per timeout, and at most as many as the coordinator can
+        process.
+        """
         slowest = max(1.0, self.world_size / _BEATS_A_SECOND)
         return min(max(self.timeout / 30, _QUICKEST), slowest)

@@ -1,6 +1,6 @@
-"""The hub's knowledge of the ranks: those that have come, the state of each, and whether the run hangs.
+"""The coordinator's view of the ranks: which have joined, their states, and whether the run hangs.
 
-It has no thread and no socket: the hub's thread calls it, with the ranks' messages and a few times in a time-out.
+It has no thread and no socket: the coordinator's thread calls it, with the ranks' messages and a few times per timeout.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 log.addHandler(logging.NullHandler())
 
 _ANSWER_SECONDS = 1.0
-"""How long the hub waits for what each rank was in, before it says what it knows."""
+"""How long the coordinator waits for the ranks' positions before it reports without them."""
 
 
 class Overseer:
-    """Overseer that calls the roll, collects the ranks' reports, and finds out when the run hangs."""
+    """State machine for the watch: rendezvous, collection of heartbeats, and hang detection."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class Overseer:
         tell: Callable[[int, bytes], None],
         fail: Callable[[Failure], None],
     ) -> None:
-        """Set the callbacks: ``tell`` sends a line to one rank; ``fail`` tells all ranks why the run ends."""
+        """Set the callbacks: ``tell`` sends a line to one rank; ``fail`` sends all ranks the reason for the end."""
         self._options, self._tell, self._fail = options, tell, fail
         self.roll = Roll(options.world_size, options.version)
-        # If this process was stopped itself, the seconds in which it could not listen do not count.
+        # If this process itself was stopped, seconds without listening do not count.
         self._clock = AwakeClock(2 * options.beat + 1.0)
         self._started = time.monotonic()
         self._states: dict[int, RankState] = {}
@@ -53,7 +53,7 @@ class Overseer:
         self._warned: dict[int, float] = {}
 
     def arrive(self, process: RankProcess) -> str:
-        """Add a rank that has come; return why it cannot be one of this run, or an empty text if it can."""
+        """Add a rank that joined; return the reason why it cannot belong to this run, or an empty text."""
         problem = self.roll.add(process)
         if problem:
             return problem
@@ -63,8 +63,8 @@ class Overseer:
         return ""
 
     def hear(self, rank: int, message: dict[str, Any]) -> None:
-        """Take a rank's report: a beat, or the answer to a question."""
-        # Even an answer that cannot be read is a sign of life.
+        """Process a rank's message: a heartbeat, or the reply to a question."""
+        # Even an unreadable reply proves that the rank is alive.
         self._heard[rank] = self._clock.tick()
         if message["kind"] == "beat":
             self._states[rank] = RankState(**message["state"])
@@ -73,12 +73,12 @@ class Overseer:
             self._reports[rank] = Report(where=str(message["where"]), states=states)
 
     def forget(self, rank: int) -> None:
-        """Forget a rank that has left."""
+        """Remove a rank that has left."""
         for table in (self._heard, self._states):
             table.pop(rank, None)
 
     def look(self) -> None:
-        """Check whether the run hangs. Call it a few times in a time-out, after all messages have been heard."""
+        """Check whether the run hangs. Call it a few times per timeout, after processing all messages."""
         now = self._clock.tick()
         if self._is_over:
             return
@@ -95,14 +95,14 @@ class Overseer:
                 self._warn(states)
 
     def _meet(self) -> None:
-        """Let all ranks begin, which have come, unless their code differs."""
+        """Release all ranks, which have now joined, unless their code versions mismatch."""
         problem = self.roll.differing()
         if problem:
             self._end(problem)
             return
         self._has_met = True
-        # Each rank hears only of those on its own machine: a thousand would be told of a thousand. Rank 0 hears last:
-        # it goes on at once, and may die before this thread, which dies with it, has told the others.
+        # Each rank is told only about its own machine; all-to-all information would grow quadratically. Rank 0 comes
+        # last: it continues at once, and if it dies, this thread dies with it before it has told the others.
         for rank, process in sorted(self.roll.arrivals.items(), reverse=True):
             near = [vars(other) for other in self.roll.arrivals.values() if other.machine == process.machine]
             self._tell(rank, line_of("met", neighbours=near))
@@ -111,25 +111,24 @@ class Overseer:
         options = self._options
         if time.monotonic() - self._started < options.meet:
             return
-        # Ranks with other code may have come, and the rest may be missing for an error that this explains.
+        # Ranks with other code may have joined, and the missing ones may have failed for the same reason.
         address = f"{meeting_host()}:{os.environ.get('MASTER_PORT')}"
         self._end(self.roll.differing() or self.roll.missing(options.meet, address))
 
     def _states_now(self, now: float) -> dict[int, RankState]:
-        """Return the states that ranks reported last, with the time since then."""
+        """Return the ranks' last reported states, with the time since then."""
         silence = {rank: now - heard for rank, heard in self._heard.items()}
         unknown = RankState(what="starting", step=0, count=0, kind="works", held=0.0, waited=0.0, quiet=0.0)
         return {rank: replace(self._states.get(rank, unknown), silent=silent) for rank, silent in silence.items()}
 
     def _ask(self, hang: Hang) -> None:
-        """Make every rank write its stacks and report its place."""
         self._asked, self._reports = time.monotonic(), {}
         named = [vars(self.roll.arrivals[rank]) for rank in hang.ranks if rank in self.roll.arrivals]
         for rank in self._heard:
             self._tell(rank, line_of("explain", processes=named))
 
     def _await_reports(self, hang: Hang) -> None:
-        """Report why the run ends, once the ranks have answered or had time to."""
+        """Report why the run ends, once the ranks have replied or had time to."""
         awaited = {rank for rank in self._heard if rank not in hang.ranks or self._is_heard(rank)}
         if not awaited <= self._reports.keys() and time.monotonic() - self._asked < _ANSWER_SECONDS:
             return
@@ -143,7 +142,7 @@ class Overseer:
             folder=options.folder,
             remark=options.remark,
         )
-        # A rank that has not answered cannot end itself either.
+        # A rank that has not replied cannot end itself, either.
         dumb = [vars(self.roll.arrivals[rank]) for rank in hang.ranks if rank not in self._reports]
         self._end(text, tuple(dumb))
 
@@ -151,8 +150,8 @@ class Overseer:
         return self._clock.tick() - self._heard[rank] < self._options.limit
 
     def _warn(self, states: dict[int, RankState]) -> None:
-        """Warn of ranks that others wait for: once, and again when it has lasted twice as long."""
-        # Ranks that were stopped with this process have not waited for any other.
+        """Warn about ranks that others wait for: once, and again when the delay has doubled."""
+        # Ranks that were stopped together with this process have not waited for any other.
         if self._clock.seconds - self._clock.woke < 2 * self._options.beat:
             return
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Processes of a run on one machine: their states, and the end of one that cannot end itself."""
+"""A run's processes on one machine: their states, and how to end one that cannot end itself."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 @dataclass(frozen=True, kw_only=True)
 class RankProcess:
-    """Process of a rank, and its machine."""
+    """A rank's process, and its machine."""
 
     rank: int
     host: str
     machine: str
-    """Equal where two ranks see each other's process ids: hosts may have one name, and containers one host."""
+    """Equal if two ranks see each other's process ids: hosts may share a name, and containers a host."""
     pid: int
     started: float
-    """When, by the machine's own clock: the number may be another process's by now."""
+    """Start time by the machine's own clock, since process ids are reused."""
     version: str = ""
-    """Of its code."""
+    """Code version."""
 
     @staticmethod
     def of(pid: int, rank: int) -> RankProcess:
-        """Return a process of this machine. Raise psutil.Error if there is none."""
+        """Return a process on this machine. Raise psutil.Error if it does not exist."""
         return RankProcess(rank=rank, host=socket.gethostname(), machine=_machine(), pid=pid, started=_started(pid))
 
     @staticmethod
     def own(rank: int, version: str = "") -> RankProcess:
-        """Return this process, whose code has this version."""
+        """Return this process, with its code version."""
         return replace(RankProcess.of(os.getpid(), rank), version=version)
 
     @staticmethod
     def from_values(values: Mapping[str, Any]) -> RankProcess:
-        """Build it from JSON values. Raise ValueError, KeyError or TypeError for other values."""
+        """Build it from JSON values. Raise ValueError, KeyError or TypeError for invalid values."""
         return RankProcess(
             rank=int(values["rank"]),
             host=str(values["host"]),
@@ -55,7 +55,7 @@ class RankProcess:
         )
 
     def state(self) -> str:
-        """Return ``"running"``, ``"stopped"`` or ``"gone"``; empty for a process of another machine."""
+        """Return ``"running"``, ``"stopped"`` or ``"gone"``; empty for a process on another machine."""
         if self.machine != _machine():
             return ""
         process = self._process()
@@ -70,7 +70,7 @@ class RankProcess:
         return "gone"
 
     def send(self, number: int) -> None:
-        """Send it a signal if it is another process of this machine; a stopped process receives SIGKILL too."""
+        """Send a signal if it is another process on this machine; SIGKILL also reaches a stopped process."""
         process = self._process()
         if process is not None and self.pid != os.getpid():
             with contextlib.suppress(psutil.Error):
@@ -86,26 +86,26 @@ class RankProcess:
 
 
 def is_first(rank: int, neighbours: Sequence[RankProcess]) -> bool:
-    """Return whether no rank before this one runs on this machine: the first on each speaks for a silent rank 0."""
+    """Return True if no earlier rank runs on this machine: the first on each reports for a silent rank 0."""
     return all(process.state() != "running" for process in neighbours if 0 < process.rank < rank)
 
 
 def wait_until_ended(processes: Sequence[RankProcess], seconds: float) -> None:
-    """Return once none of them runs on this machine, or after so many seconds."""
+    """Return once no process in the list runs on this machine, or after ``seconds``."""
     deadline = time.monotonic() + seconds
     while any(process.state() == "running" for process in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def stopped_before_meeting(neighbours: Sequence[RankProcess]) -> list[dict[str, Any]]:
-    """Return ranks of this run that are stopped, of the same launcher as this one; none once all have met."""
+    """Return stopped ranks in this run under the same launcher; empty after rendezvous."""
     found, names = [], ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
-    # Ranks that have met know one another's process ids.
+    # After rendezvous, ranks know one another's process ids.
     if neighbours:
         return []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
-            # A process may end while it is queried, and that of another user does not answer.
+            # A process may end while it is queried, and another user's process is not readable.
             with contextlib.suppress(psutil.Error, KeyError, ValueError):
                 there = process.environ()
                 if process.status() in _STOPPED and all(there[name] == os.environ[name] for name in names):
@@ -114,13 +114,13 @@ def stopped_before_meeting(neighbours: Sequence[RankProcess]) -> list[dict[str, 
 
 
 def rouse(processes: Sequence[Mapping[str, Any]]) -> None:
-    """Resume stopped ranks, to hear why the run ends and to end with its exit code."""
+    """Resume stopped ranks, so that they receive the reason and end with its exit code."""
     _send(processes, signal.SIGCONT)
 
 
 def kill(processes: Sequence[Mapping[str, Any]], *, after: float) -> None:
-    """Kill ranks that have not ended by themselves ``after`` so many seconds: a launcher would wait for them."""
-    # Those of other machines are left to the ranks there.
+    """Kill ranks that have not ended ``after`` seconds: a launcher would wait for them."""
+    # Ranks on other machines are ended there.
     here = [RankProcess.from_values(values) for values in processes]
     deadline = time.monotonic() + after
     while any(one.state() in ("running", "stopped") for one in here) and time.monotonic() < deadline:
@@ -134,7 +134,7 @@ def _send(processes: Sequence[Mapping[str, Any]], number: int) -> None:
 
 
 def _machine() -> str:
-    # A name alone may be that of all containers of a cluster; and containers of one machine share no process ids.
+    # A hostname may be shared by all containers in a cluster, and containers on one machine have separate process ids.
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -144,8 +144,8 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> float:
-    """Return the start time of a process. Raise psutil.Error if there is none."""
-    # In the system's own ticks since it booted: a clock that is set, as by NTP, does not move them.
+    """Return a process's start time. Raise psutil.Error if it does not exist."""
+    # In clock ticks since boot, which a clock adjustment, as by NTP, does not change.
     with contextlib.suppress(OSError, ValueError, IndexError):
         return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     return psutil.Process(pid).create_time()

@@ -1,4 +1,4 @@
-"""Roll call at the start: the ranks that have come, with hosts and code, and those that are missing."""
+"""Rendezvous status at startup: ranks that have joined, with hosts and code versions, and missing ranks."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from parallel.runtime.watch.judge import plural
 from parallel.runtime.watch.processes import RankProcess
 
 _LINES = 8
-"""Hosts that a message names."""
+"""Maximum hosts listed in a message."""
 
 
 class Roll:
-    """Ranks that are expected, and those that have come."""
+    """Expected ranks, and those that have joined."""
 
     def __init__(self, world_size: int, version: str) -> None:
-        """Expect so many ranks; ``version`` is that of rank 0's code."""
+        """Expect ``world_size`` ranks with ``version``, rank 0's code version."""
         self._world_size, self._version = world_size, version
         self.arrivals: dict[int, RankProcess] = {}
 
     @property
     def is_complete(self) -> bool:
-        """True if every rank has come."""
+        """True if every rank has joined."""
         return len(self.arrivals) == self._world_size
 
     def add(self, process: RankProcess) -> str:
-        """Add a rank; return why it cannot be one of this run, or an empty text if it can."""
+        """Add a rank; return the reason why it cannot belong to this run, or an empty text."""
         if process.rank not in range(self._world_size):
             return (
                 f"ClusterError: rank {process.rank} on {process.host} came to a run of {self._world_size} ranks. "
                 "Start all hosts with one hostfile and one command."
             )
-        # The first one stays: it may belong to a run that is under way.
+        # Keep the first one: it may belong to a running job.
         if process.rank in self.arrivals:
             there = self.arrivals[process.rank]
             return (
@@ -42,7 +42,7 @@ class Roll:
         return ""
 
     def differing(self) -> str:
-        """Return the error text if ranks have other code than rank 0; empty if all have the same."""
+        """Return the error text if ranks run different code than rank 0; otherwise empty."""
         others = {r: a for r, a in self.arrivals.items() if a.version != self._version}
         if not others:
             return ""
@@ -57,7 +57,7 @@ class Roll:
         )
 
     def missing(self, seconds: float, address: str) -> str:
-        """Return the error text about ranks that did not come to ``address`` within so many ``seconds``."""
+        """Return the error text about ranks that did not reach ``address`` within ``seconds``."""
         absent = [rank for rank in range(self._world_size) if rank not in self.arrivals]
         hosts = [f"  {plural(ranks)} from {host}" for (host, _), ranks in _by_host(self.arrivals).items()]
         return "\n".join(
@@ -77,7 +77,6 @@ class Roll:
 
 
 def _by_host(arrivals: Mapping[int, RankProcess]) -> dict[tuple[str, str], list[int]]:
-    """Return ranks by host and code."""
     found: dict[tuple[str, str], list[int]] = {}
     for rank, process in sorted(arrivals.items()):
         found.setdefault((process.host, process.version), []).append(rank)

@@ -1,4 +1,4 @@
-"""Observation of this process by the watch: the marks of the main thread, and signs that it works."""
+"""Sampling of this process by the watch: the main thread's marks, and evidence that it works."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from parallel.runtime.spans import Doing
 from parallel.runtime.watch.judge import PATIENT, TIMED, WORKS, RankState
 
 _BUSY = 0.02
-"""Share of one core that a process uses which works. The watch itself uses a thousandth."""
+"""Fraction of one core used by a working process. The watch itself uses a thousandth."""
 _BUSY_BYTES = 16_384
-"""Bytes through files, between two looks, of a process that reads or writes. To look takes some hundreds."""
+"""Bytes through files between two samples in a process that does I/O. Sampling itself takes some hundreds."""
 _CHILDREN_AFTER = 2.0
-"""Seconds without a sign of work of its own after which a process looks for one of the compilers it has started."""
+"""Seconds without evidence of its own work before a process checks its child compilers."""
 _COLLECTIVES = "/torch/distributed/"
 _DEEPSPEED = "/deepspeed/"
 
 
 class AwakeClock:
-    """Clock of the seconds in which this process ran: those for which it was stopped do not count."""
+    """Clock that counts only seconds in which this process ran, not those in which it was stopped."""
 
     def __init__(self, longest: float) -> None:
-        """Leave out more than ``longest`` seconds between two looks at the clock: the process was stopped."""
+        """Skip intervals longer than ``longest`` seconds between two ticks: the process was stopped."""
         self._longest, self._last, self.seconds = longest, time.monotonic(), 0.0
         self.woke = 0.0
-        """When the process last went on."""
+        """Time at which the process last resumed."""
 
     def tick(self) -> float:
-        """Return the seconds up to now."""
+        """Return the seconds counted so far."""
         now = time.monotonic()
         if now - self._last <= self._longest:
             self.seconds += now - self._last
@@ -46,29 +46,29 @@ class AwakeClock:
 
 
 class Sampler:
-    """Observer of the main thread, in another thread, a few times in a time-out.
+    """Sampler for the main thread, run in another thread a few times per timeout.
 
     The main thread makes *progress* when it leaves a mark. If it does not wait for other ranks, it also does so when
-    its Python code moves on, or when the process, or a compiler that it has started, uses a core or moves bytes through
-    files: that is how building a model or hashing a large file look from outside.
+    its Python code advances, or when the process, or a compiler it started, uses a core or moves bytes through files:
+    building a model or hashing a large file looks like this from outside.
     """
 
     def __init__(self, doing: Doing, *, spins: bool) -> None:
-        """With ``spins`` a core is busy also while this process waits for its device, so a busy core shows nothing."""
+        """With ``spins``, a core is busy even while this process waits for its device, so CPU usage proves no work."""
         self._doing, self._spins = doing, spins
         self._process, self._main = psutil.Process(), threading.main_thread().ident
         self._place: Any = None
         self._count = self._wait_count = -1
         self._since = self._waits_since = self._moved = 0.0
         self._used, self._bytes, self._looked = 0.0, 0, 0.0
-        # Seconds used by its children at the last look for them; None if none was made since there was work.
+        # CPU seconds used by its children at the last check; None if not checked since the last evidence of work.
         self._used_below: float | None = None
 
     def look(self, now: float) -> RankState:
-        """Return the state of this process at ``now``, by an ``AwakeClock``."""
+        """Return this process's state at ``now``, measured by an ``AwakeClock``."""
         doing, frame = self._doing, sys._current_frames().get(self._main or 0)
         place = (id(frame.f_code), frame.f_lasti) if frame is not None else None
-        # The main thread's last instruction: in a call into a library it stays where it is.
+        # Compare the main thread's last instruction; it stays the same during a library call.
         has_moved, is_busy = place != self._place, self._is_busy(now)
         self._place = place
         if doing.count != self._count:
@@ -76,7 +76,7 @@ class Sampler:
         kind = self._kind(frame, has_moved or is_busy)
         if kind == WORKS and (has_moved or is_busy):
             self._moved = now
-        # One wait: the same mark and, as far as was seen, the same place in the code all the time.
+        # Same wait: the same mark and, as far as sampled, the same code position all the time.
         if kind == WORKS or has_moved or self._wait_count != self._count:
             self._waits_since = now
         self._wait_count = self._count
@@ -92,7 +92,7 @@ class Sampler:
         )
 
     def _kind(self, frame: FrameType | None, works: bool) -> str:
-        """Return the kind of the main thread's state, by its marks or by the code that it is in."""
+        """Classify the main thread's state by its marks or by the code it is in."""
         if self._doing.patient:
             return PATIENT
         if self._doing.wait:
@@ -100,22 +100,23 @@ class Sampler:
         if frame is None:
             return WORKS
         file = frame.f_code.co_filename
-        # A library that communicates for itself leaves no mark. Its own arithmetic keeps a core busy, a wait does not.
+        # Libraries that communicate by themselves leave no mark. Their arithmetic keeps a core busy, their waits do
+        # not.
         if _COLLECTIVES in file or (_DEEPSPEED in file and not works):
             return TIMED
         return WORKS
 
     def _is_busy(self, now: float) -> bool:
-        """Return whether the process, or a compiler of it, has used a core or moved bytes since the last look."""
+        """Return True if the process, or a child compiler, has used a core or moved bytes since the last sample."""
         seconds, self._looked = now - self._looked, now
         used, moved = self._seconds_used(), self._bytes_moved()
         busy = used - self._used > _BUSY * seconds or moved - self._bytes > _BUSY_BYTES
-        # Compilers are other processes. The search for them takes a while, so it is made only if nothing moves.
+        # Compilers are child processes. Searching for them is slow, so it is done only without other evidence of work.
         if not busy and now - self._moved > _CHILDREN_AFTER:
             before, self._used_below = self._used_below, self._used_by_children()
-            # The seconds used before the first look tell nothing about now.
+            # CPU time used before the first check is no evidence for now.
             busy = before is not None and self._used_below - before > _BUSY * seconds
-            # The search reads a file of every process of the machine: that is no work of this one.
+            # The search itself reads one file per process on the machine: exclude that from this process's work.
             used, moved = self._seconds_used(), self._bytes_moved()
         else:
             self._used_below = None
@@ -123,7 +124,7 @@ class Sampler:
         return busy
 
     def _seconds_used(self) -> float:
-        """Return seconds of a core, of all threads of this process; 0 if they show nothing."""
+        """Return core seconds over all threads in this process; 0 if CPU usage proves no work."""
         if self._spins:
             return 0.0
         return time.process_time()
@@ -138,7 +139,7 @@ class Sampler:
         return total
 
     def _bytes_moved(self) -> int:
-        """Return the bytes that the process has read from files and written to them; 0 if the system has no count."""
+        """Return the bytes that the process has read from and written to files; 0 if the system does not count them."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             read, written = Path("/proc/self/io").read_text().splitlines()[:2]
             return int(read.split()[1]) + int(written.split()[1])

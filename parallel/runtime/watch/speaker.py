@@ -1,8 +1,9 @@
-"""Write a rank's last words once its launchers have ended: ``python speaker.py SECONDS PROCESS …``, the words on stdin.
+"""Print a rank's last message after its launchers have ended: ``python speaker.py SECONDS PROCESS …``, message on
+stdin.
 
-Launchers write command lines and tracebacks when a rank ends with an error, below the rank's own words. A separate
-process, detached from the rank that started it, waits for the launcher's end and speaks then. It imports little: it is
-started when memory may be short, and while the rank waits for it.
+When a rank ends with an error, launchers print command lines and tracebacks below the rank's own message. A separate
+process, detached from the rank that started it, waits for the launcher to end and prints then. It imports little:
+memory may be short when it starts, and the rank waits for it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ _POLL_SECONDS = 0.05
 
 
 def main() -> None:
-    """Detach, wait for the processes to end, and write the words."""
+    """Detach, wait for the processes to end, and print the message."""
     deadline = time.monotonic() + float(sys.argv[1])
     processes, words = [int(word) for word in sys.argv[2:]], sys.stdin.buffer.read()
-    # Twice removed from the rank: a launcher that ends its ranks waits for all processes that they have started.
+    # Fork, to become a grandchild of the rank: a launcher that ends its ranks waits for all their child processes.
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -29,7 +30,7 @@ def main() -> None:
 
 
 def wait_for_end(process: int, deadline: float) -> None:
-    """Return when a process has ended, or at the deadline of the monotonic clock."""
+    """Return when a process has ended, or at the deadline (monotonic clock)."""
     try:
         poll = select.poll()
         poll.register(os.pidfd_open(process), select.POLLIN)
@@ -37,7 +38,7 @@ def wait_for_end(process: int, deadline: float) -> None:
     except ProcessLookupError:
         return
     except (OSError, AttributeError):
-        # A system without process handles.
+        # A system without process handles: poll.
         while os.path.exists(f"/proc/{process}") and time.monotonic() < deadline:  # noqa: PTH110
             time.sleep(_POLL_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Message about a run that hangs: the cause, the reason, and the work of each rank, on one screen."""
+"""Message about a hanging run: cause, reason, and each rank's activity, on one screen."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from parallel.runtime.watch.processes import RankProcess
 from parallel.runtime.watch.stacks import PREFIX
 
 _LINES = 10
-"""Ranks, or groups of ranks that do the same, that a screen has room for."""
+"""Ranks, or groups of ranks with the same activity, that fit on a screen."""
 PROCESS_STATES = {
     "stopped": "its process is stopped (SIGSTOP, SIGTSTP or a debugger)",
     "running": "its process runs, and a call into a library holds Python's lock",
     "gone": "its process is gone",
     "": "its process is stopped, its machine is gone, or the network between them is cut",
 }
-"""What is known of a silent process, by ``RankProcess.state``."""
+"""State of a silent process, by ``RankProcess.state``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Answer of one rank to the hub's question."""
+    """One rank's reply to the coordinator's question."""
 
     where: str = ""
-    """Place in our code."""
+    """Position in our code."""
     states: Mapping[int, str] | None = None
-    """Whether the processes that were asked for run, as far as this machine knows."""
+    """State of the requested processes, as far as this machine knows."""
 
 
 def verdict_text(
@@ -41,7 +41,7 @@ def verdict_text(
     folder: Path | None,
     remark: str = "",
 ) -> str:
-    """Return the verdict; ``states`` and ``reports`` may lack ranks that are unknown."""
+    """Build the message; ``states`` and ``reports`` may lack unknown ranks."""
     lines = [
         f"ClusterError: the run hangs at step {max((s.step for s in states.values()), default=0)}, because of "
         f"{plural(hang.ranks)}: {hang.reason} (run.timeout_seconds={timeout:g})."
@@ -65,7 +65,7 @@ def verdict_text(
 
 
 def late_text(ranks: tuple[int, ...], states: Mapping[int, RankState], processes: Mapping[int, RankProcess]) -> str:
-    """Return a line about ranks that others wait for."""
+    """Return a one-line warning about ranks that others wait for."""
     state = states[ranks[0]]
     if state.silent > 0 and state.silent >= state.held:
         what = f"was not heard of for {state.silent:.0f} s; last in: {state.what}"
@@ -77,12 +77,12 @@ def late_text(ranks: tuple[int, ...], states: Mapping[int, RankState], processes
 
 
 def state_line(state: RankState) -> str:
-    """Return the work of a rank, and its time: "forward, layer 3 for 4.0 s"."""
+    """Return a rank's activity and its duration: "forward, layer 3 for 4.0 s"."""
     return f"{state.what} for {state.held:.1f} s"
 
 
 def _process_state(rank: int, processes: Mapping[int, RankProcess], reports: Mapping[int, Report]) -> str:
-    """Return the state of a silent rank's process: by ranks of its own machine, or by this machine."""
+    """Return the process state of a silent rank, as seen by ranks on its machine, or by this machine."""
     for report in reports.values():
         if report.states and report.states.get(rank):
             return report.states[rank]
@@ -92,8 +92,8 @@ def _process_state(rank: int, processes: Mapping[int, RankProcess], reports: Map
 
 
 def _table(states: Mapping[int, RankState], reports: Mapping[int, Report], hang: Hang) -> list[str]:
-    """Return a line for all ranks that do the same: the culprits first."""
-    # Of a thousand ranks most wait at one place, and the few others are those to look for.
+    """Return one line per group of ranks with the same activity, the cause first."""
+    # Among a thousand ranks most wait at one position; the few others are of interest.
     groups: dict[tuple[bool, str, str], list[int]] = {}
     for rank, state in sorted(states.items()):
         where = ""
