@@ -1,4 +1,4 @@
-"""Inspection of shard folders: their contents, a single packed row, and their problems, as plain values."""
+"""Shard folder inspection as plain values: contents, one packed row, and problems."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ from longctx.tokenizer import Tokenizer
 from longctx.tokenizer.load import has_tokenizer
 
 PLANNED_DOCUMENTS = 1 << 20
-"""Documents that ``describe`` plans; of a larger corpus it estimates rows and padding from them. About a second."""
+"""Documents that ``describe`` plans, in about a second; for a larger corpus, rows and padding are extrapolated from
+them."""
 
 
 _WHOLE = 1 << 62
-"""Behind the end of any document."""
+"""End offset beyond any document."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Statistics of a shard folder."""
+    """Shard folder statistics."""
 
     folder: str
     split: str
@@ -63,23 +64,23 @@ class Description:
     sources: list[dict[str, Any]]
     skipped: dict[str, int]
     duplicates: dict[str, Any]
-    """Counts of duplicates that the build found; empty where it looked for none, and in the validation split."""
+    """Duplicate counts from the build; empty if it did not look for duplicates, and in the validation split."""
     counted_tokens: int
-    """Tokens whose prediction counts in the loss: all, but in a folder of conversations."""
+    """Target tokens: those whose prediction contributes to the loss. All tokens, except in conversation folders."""
     conversation: str
-    """How the first conversation begins, what counts between ⟦ and ⟧; empty in a folder of texts."""
+    """Start of the first conversation with target tokens between ⟦ and ⟧; empty in a folder of texts."""
     source_tokens: int
-    """Tokens of the sources of pairs; 0 in another folder."""
+    """Source tokens over all pairs; 0 without pairs."""
     longest_source_tokens: int
     pair: list[str]
-    """Source and target of the first pair; empty in another folder."""
+    """Source and target from the first pair; empty without pairs."""
     packing: PackReport | None
-    """Epoch 0 of seed 0 at the ``seq_len`` that was asked for; an estimate of more than ``PLANNED_DOCUMENTS``."""
+    """Packing in epoch 0 with seed 0 at the requested ``seq_len``; estimated beyond ``PLANNED_DOCUMENTS`` documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PieceView:
-    """One piece of a packed row."""
+    """One piece in a packed row."""
 
     document: int
     name: str
@@ -87,13 +88,13 @@ class PieceView:
     stop: int
     document_tokens: int
     head: str
-    """The text it begins with."""
+    """Text at the start."""
     tail: str
-    """The text it ends with; empty where ``head`` is the whole piece."""
+    """Text at the end; empty if ``head`` covers the full piece."""
     source_tokens: int = 0
-    """Of a pair what its source has."""
+    """Source tokens, for a pair."""
     source: str = ""
-    """The text that the source begins with."""
+    """Text at the start of the source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +102,11 @@ class RowView:
     """One packed row, decoded at both ends of every piece."""
 
     row: int
-    """Within the block, as ``num_rows`` is."""
+    """Row index within the block; ``num_rows`` counts the block's rows."""
     num_rows: int
     block: int
     num_blocks: int
-    """Blocks that an epoch is planned in."""
+    """Blocks per epoch."""
     tokens: int
     padding_tokens: int
     pieces: list[PieceView]
@@ -113,30 +114,31 @@ class RowView:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceView:
-    """One source of a mixture."""
+    """One source in a mixture."""
 
     name: str
     folder: str
     documents: int
     tokens: int
     epochs: int | None
-    """At most; None is no end."""
+    """Maximum number of epochs; None: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureView:
-    """Statistics of a mixture."""
+    """Mixture statistics."""
 
     sources: list[SourceView]
     stages: list[Stage]
     shares: list[tuple[float, ...]]
-    """Those of the sources from the beginning on, and from each stage on."""
+    """Source shares from the start, and then from each stage."""
 
 
 def describe_mixture(path: str | Path) -> MixtureView:
-    """Return the sources and stages of a mixture, from manifests; raise ConfigError or DataError if one is invalid."""
+    """Return a mixture's sources and stages, read from manifests; raise ConfigError or DataError if one is invalid."""
     mixture = Mixture.load(path)
     folders = mixture.folders(Path(path).parent)
+    # Read only manifests: this is fast for any corpus and fetches no shards from a store.
     manifests = [Manifest.load(folder) for folder in folders]
     check_no_pairs(path, zip((source.name for source in mixture.sources), manifests, strict=True))
     sources = [
@@ -155,9 +157,9 @@ def describe_mixture(path: str | Path) -> MixtureView:
 
 
 def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: int = 0) -> Description:
-    """Return the statistics of a shard folder; with ``seq_len`` also the cost of packing at that length.
+    """Return a shard folder's statistics; with ``seq_len`` also the cost of packing at that length.
 
-    Checksums are not verified. Packing pairs requires a ``source_seq_len`` too. All document offsets, 8 bytes each, are
+    Checksums are not verified. Packing pairs also requires ``source_seq_len``. All document offsets, 8 bytes each, are
     read to find the longest document.
     """
     if source_seq_len and seq_len is None:
@@ -200,7 +202,7 @@ def describe(folder: str | Path, *, seq_len: int | None = None, source_seq_len: 
 
 
 def _first_conversation(shards: ShardSet) -> str:
-    """Return the beginning of the first conversation as text, with counted tokens marked; empty if there is none."""
+    """Return the start of the first conversation as text, with target tokens marked; empty without conversations."""
     if not shards.is_masked or not shards.num_documents:
         return ""
     ids, bounds = shards.document(0), shards.counted(0)
@@ -212,7 +214,7 @@ def _first_conversation(shards: ShardSet) -> str:
 
 
 def _first_pair(shards: ShardSet) -> list[str]:
-    """Return the beginning of both sides of the first pair; an empty list if there is none."""
+    """Return the start of the first pair's source and target; an empty list without pairs."""
     if not shards.manifest.has_sources or not shards.num_documents:
         return []
     tokenizer = shards.tokenizer()
@@ -232,16 +234,16 @@ def show_row(
     preview_tokens: int = 32,
     source_seq_len: int = 0,
 ) -> RowView:
-    """Return row ``row`` of an epoch as the loader packs it, with both ends of each piece decoded.
+    """Return row ``row`` in an epoch as the loader packs it, with both ends of each piece decoded.
 
-    ``preview_tokens`` are decoded at each end. With ``block``, return that row of the block and plan only that block.
-    Otherwise plan all blocks up to the row, which takes about a second for a million documents. Raises ConfigError if
-    there is no such row.
+    ``preview_tokens`` are decoded at each end. ``block`` makes ``row`` an index within that block, and only that block
+    is planned; otherwise all blocks up to the row are planned, at about a second per million documents. Raises
+    ConfigError if the row does not exist.
     """
     _check_seq_len(seq_len)
     shards = ShardSet.open(folder)
     tokenizer = shards.tokenizer()
-    # The loader uses the same pure function, so the row shown is the row that a run reads.
+    # The loader uses the same pure function, so this is the row that a run reads.
     planner = BlockPlanner(shards, seq_len, seed=seed, shuffle=shuffle, source_seq_len=source_seq_len)
     if block is None:
         block, row = _find_row(planner, epoch, row, seq_len)
@@ -278,9 +280,9 @@ def sample_rows(
     packing: Packing = BEST_FIT,
     source_seq_len: int = 0,
 ) -> Iterator[str]:
-    """Yield ``rows`` rows of a run as text, from row ``first_row`` on, with a line above each row and each document.
+    """Yield ``rows`` rows as text, starting at row ``first_row``, with a header line above each row and document.
 
-    Stop at the end of the epoch. ``data`` is a shard folder or a mixture's file; rows before the first are planned, not
+    Stops at the epoch's end. ``data`` is a shard folder or a mixture file; rows before the first are planned but not
     read. Raises ConfigError for sizes below 1, and DataError if a folder cannot be read or a mixture is used up.
     """
     _check_seq_len(seq_len)
@@ -299,6 +301,7 @@ def sample_rows(
     first_folder = folders[0]
     corpus, tokenizer = Corpus(folders), first_folder.tokenizer()
     documents = documents_in(folders, order.fims)
+    # Positions can only be advanced row by row, so skip in chunks that bound the memory for skipped rows.
     at = order.start()
     for first in range(0, first_row, _SKIPPED_AT_ONCE):
         _, at = order.rows(at, min(_SKIPPED_AT_ONCE, first_row - first))
@@ -326,24 +329,26 @@ def sample_rows(
 
 
 def _source_text(shards: ShardSet, document: int, tokenizer: Tokenizer, most: int = _WHOLE) -> str:
-    """Return the text of a pair's source, or its beginning."""
+    """Return the text of a pair's source, or its first ``most`` tokens."""
     (ids,) = SourceSide(shards).slices([(document, 0, most)])
     return _with_marks(ids, tokenizer)
 
 
 def _text_of(documents: Documents, piece: Piece, tokenizer: Tokenizer) -> str:
-    """Return a piece as text; in a conversation, mark the counted tokens."""
+    """Return a piece as text, with target tokens marked in conversations."""
     document, start, stop = piece
     ids = documents.slice(document, start, stop)
     bounds = documents.counted(document)
     if bounds is None:
         return _with_marks(ids, tokenizer)
+    # Bounds are positions in the full document: build its mask, then cut out the piece.
     return marked_text(ids, tokenizer, mask_of(bounds, max(stop, int(bounds[-1:].sum())))[start : start + len(ids)])
 
 
 def _with_marks(ids: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Decode tokens to text, with fill-in-the-middle marks spelled out: decoding alone would drop them."""
+    """Decode tokens to text and spell out fill-in-the-middle marks, which the tokenizer's decoder drops."""
     text = ""
+    # Split at the marks, so that each part is one mark followed by ordinary tokens.
     marks = np.flatnonzero(np.isin(ids, tokenizer.special.fim or ()))
     for part in np.split(ids, marks):
         if len(part) and len(marks) and part[0] in ids[marks]:
@@ -354,13 +359,16 @@ def _with_marks(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 
 
 _SHOWN_TOKENS = 512
-"""Of a conversation that is shown."""
+"""Tokens shown from a conversation."""
 _SKIPPED_AT_ONCE = 1024
-"""Rows whose pieces are in memory while others are looked for."""
+"""Rows planned at once while skipping; their pieces are in memory together."""
 
 
 def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tuple[int, int]:
-    """Return the block of an epoch's row and its number in it; raise ConfigError if the epoch has no such row."""
+    """Return the block that contains an epoch's row and the row's index in it; raise ConfigError if there is no such
+    row.
+    """
+    # Row counts are known only after planning, so plan blocks in order until the row is reached.
     first = 0
     for block in range(planner.num_blocks):
         num_rows = planner.plan(epoch, block).num_rows
@@ -373,26 +381,28 @@ def _find_row(planner: BlockPlanner, epoch: int, row: int, seq_len: int) -> tupl
 
 
 def verify(folder: str | Location) -> list[str]:
-    """Return every problem of a shard folder and its ``validation`` split, a sentence each; empty if there is none.
+    """Return every problem in a shard folder and its ``validation`` split, one sentence each; empty if both are sound.
 
-    For a mixture's file, check the folders of all its sources.
+    For a mixture file, check all its sources' folders.
 
-    Reads every byte: the manifest's hash, types and file names; sizes, checksums and sums of shards; offsets, lengths,
-    names and ids of documents against the vocabulary and the padding; the tokenizer; and unlisted files. For a packed
-    folder or one in a store, every shard is fetched again regardless of the cache.
+    Reads every byte and checks: the manifest's hash, types and file names; sizes, checksums and block sums of shards;
+    document offsets, lengths, names, and ids against vocabulary and padding; the tokenizer; and unlisted files. Every
+    shard in a packed or remote folder is fetched again, whatever the cache contains.
     """
     place = locate(folder)
     if isinstance(place, Path) and is_mixture(place):
         sources = Mixture.load(place).folders(place.parent)
         return [problem for source in sources for problem in verify(source)]
     problems = list(_problems(place))
+    # The split is a shard folder of its own, with its own manifest.
     if (place / VALIDATION_FOLDER).is_dir():
         problems += _problems(place / VALIDATION_FOLDER)
     return problems
 
 
 def _problems(place: Location) -> Iterator[str]:
-    """Yield the problems of one shard folder."""
+    # A plain local folder is checked in place; packed and remote folders need a fresh copy, because a cached one would
+    # hide damage at the source.
     if isinstance(place, Path) and not (place / PACKED_FILE).is_file():
         try:
             _, manifest, _ = open_folder(place)
@@ -404,7 +414,7 @@ def _problems(place: Location) -> Iterator[str]:
     home = copies_folder()
     with explained_writes(home):
         home.mkdir(parents=True, exist_ok=True)
-    # On the cache's disk, which has room for shards.
+    # Use the cache's disk, which has room for shards.
     with tempfile.TemporaryDirectory(prefix=".verify-", dir=home) as temporary:
         try:
             folder, manifest, copy = open_folder(place, temporary)
@@ -412,12 +422,12 @@ def _problems(place: Location) -> Iterator[str]:
             yield str(error)
             return
         for problem in _content_problems(place, folder, manifest, copy):
-            # The user knows the folder by its own path, not by our temporary one.
+            # Messages name the user's path, not our temporary copy.
             yield problem.replace(str(folder), str(place))
 
 
 def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: LocalCopy | None) -> Iterator[str]:
-    """Yield the problems of a folder other than an unreadable manifest; its shards can be mapped in ``folder``."""
+    """Yield problems other than an unreadable manifest; ``folder`` contains shards that can be mapped."""
     if manifest.left_out:
         yield from _list_problems(place / LEFT_OUT_FILE, manifest.left_out)
     if manifest.duplicates.get("list"):
@@ -432,7 +442,7 @@ def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: L
     padding = None
     if tokenizer is not None:
         padding = _padding_alone(tokenizer)
-        # Ids are checked against the manifest: it must not allow more ids than the tokenizer has.
+        # Ids are later checked against the manifest, so it must not allow more ids than the tokenizer has.
         own = (tokenizer.vocab_size, tokenizer.padding)
         if own != (manifest.vocab_size, manifest.padding):
             yield (
@@ -440,12 +450,13 @@ def _content_problems(place: Location, folder: Path, manifest: Manifest, copy: L
                 f"tokenizer beside it {own[0]} and {own[1]}. Build the folder again."
             )
     yield from shard_problems(folder, manifest, padding=padding, copy=copy)
+    # Reported last, because shards are checked without a tokenizer too.
     if tokenizer is None:
         yield problem
 
 
 def _padding_alone(tokenizer: Tokenizer) -> int | None:
-    """Return the padding id if it has no other meaning, so that no document contains it; otherwise None."""
+    """Return the padding id if it has no other meaning, so that documents never contain it; None otherwise."""
     padding, special = tokenizer.padding, tokenizer.special
     if padding != special.padding or padding in (special.begin, special.end) or tokenizer.decode([padding]):
         return None
@@ -453,7 +464,7 @@ def _padding_alone(tokenizer: Tokenizer) -> int | None:
 
 
 def _list_problems(path: Location, hash: str) -> Iterator[str]:
-    """Yield the problems of a list stored with the shards: of skipped records, or of duplicates."""
+    """Yield problems in a list stored with the shards (skipped records or duplicates)."""
     digest = xxhash.xxh3_128()
     if isinstance(path, Path) and path.exists() and not path.is_file():
         # Opening a pipe without a writer would hang.
@@ -471,9 +482,9 @@ def _list_problems(path: Location, hash: str) -> Iterator[str]:
 
 
 def _piece_view(shards: ShardSet, tokenizer: Tokenizer, piece: tuple[int, int, int], preview: int) -> PieceView:
-    """Return a view of a piece, decoded at both ends, or in full if the two ends would meet."""
+    """Decode a piece at both ends, or completely if the two ends would meet."""
     document, start, stop = piece
-    # Only the beginning of a source is shown: rows keep it in full, even when its target is cut.
+    # Show only the source's start: rows always contain the complete source, even if its target is cut.
     source_tokens, source = 0, ""
     if shards.manifest.has_sources:
         source_tokens = int(shards.lengths_of(np.array([document]), "source")[0])

@@ -1,9 +1,9 @@
-"""Packed rows as batches: the same global rows for every number of ranks, and a state that resumes on any number.
+"""Loader for packed rows: any number of ranks reads the same global rows, and its state resumes on any number.
 
 Step s takes the global rows [s·R, (s+1)·R), R = ``rows_per_step``. ``rows.micro_batches`` assigns them in order: with B
-rows in each, micro-batch a of data rank d takes those from s·R + a·(D·B) + d·B. With ``cost`` they are first reordered
-to balance the work of the ranks. Rows of an epoch are planned block by block (``rows.blocks``), and only the current
-block and the next one are in memory. Rows of epoch e + 1 follow those of epoch e directly.
+rows per micro-batch and D data ranks, micro-batch a on data rank d takes B rows from s·R + a·(D·B) + d·B. With ``cost``
+they are first reordered to balance the ranks' work. An epoch is planned block by block (``rows.blocks``), and only the
+current and the next block are in memory. Epoch e + 1 follows epoch e without a gap.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from longctx.compact_batch import CompactBatch
 from longctx.errors import ConfigError, DataError
 
 Cost = Callable[..., int]
-"""The work that a row of documents of these lengths is, in any unit; of pairs of these lengths and those of sources."""
+"""Work for one row in any unit, given its documents' lengths and, for pairs, its sources' lengths."""
 
 Open = Callable[[str | Location], ShardSet]
-"""Opens a shard folder; ``DataError`` where it cannot be read."""
+"""Function that opens a shard folder; raises ``DataError`` if the folder cannot be read."""
 
 
 def build_loader(
@@ -58,17 +58,17 @@ def build_loader(
     verify: bool = True,
     open_folder: Open | None = None,
 ) -> Loader:
-    """Build an endless iterator of this data rank's micro-batches from a shard folder or a mixture's file.
+    """Build an endless iterator over this data rank's micro-batches from a shard folder or a mixture file.
 
-    ``rows_per_step`` counts the rows of all ranks and micro-batches together. A micro-batch is [rows, seq_len], with at
-    most ``micro_batch_rows`` rows: if a rank's rows of a step are not a multiple of it, some micro-batches have one row
-    less than others.
-    With ``cost``, the work of a row, the rows of a step are assigned so that ranks have equal work; with ``lockstep``
-    also in each micro-batch. With a ``mask`` some tokens are masked. Rows of pairs additionally have at most
-    ``source_seq_len`` tokens of sources.
-    With ``verify`` no damaged data is ever read (``open_verified``); a folder that is already open is used as it is.
-    ``open_folder`` overrides the function that opens folders.
-    Raises ``ConfigError`` for sizes that do not fit, ``DataError`` for a folder that cannot be read.
+    ``rows_per_step`` counts rows over all ranks and micro-batches. A micro-batch is [rows, seq_len] with at most
+    ``micro_batch_rows`` rows; if that does not divide a rank's rows per step, some micro-batches have one row less.
+
+    ``cost`` returns a row's work and makes the loader balance it across ranks, with ``lockstep`` within each
+    micro-batch too. ``mask`` enables masked tokens. A row holds at most ``source_seq_len`` source tokens if the folder
+    contains pairs. ``verify`` checks data before it is read (``open_verified``); a folder that is already open stays as
+    it is. ``open_folder`` overrides the function that opens folders.
+
+    Raises ``ConfigError`` if sizes do not fit and ``DataError`` if a folder cannot be read.
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     _check_rows_per_step(rows_per_step, data_degree=data_degree)
@@ -101,10 +101,10 @@ def open_order(
     source_seq_len: int = 0,
     open_folder: Open = open_verified,
 ) -> tuple[tuple[ShardSet, ...], Order]:
-    """Open the shard folders of a run and return them with the order of their rows.
+    """Open a run's shard folders and return them with their row order.
 
-    ``data`` is one folder, or a mixture's file that names several. Raises ConfigError for an invalid file, DataError
-    for a folder that cannot be read or is empty.
+    ``data`` is one folder or a mixture file that lists several. Raises ConfigError for an invalid file, and DataError
+    if a folder is empty or cannot be read.
     """
     order = {"seed": seed, "shuffle": shuffle, "packing": packing}
     if isinstance(data, ShardSet) or not is_mixture(data):
@@ -115,7 +115,7 @@ def open_order(
 
 
 def held_out_of(path: str | Path) -> Mixture:
-    """Return the mixture of the held-out documents of a mixture's sources; it has no sources if none holds any out."""
+    """Return the mixture over its sources' held-out documents; it has no sources if no source holds any out."""
     return Mixture.load(path).held_out(Path(path).parent)
 
 
@@ -144,13 +144,13 @@ def build_validation_loader(
     source_seq_len: int = 0,
     packing: Packing = BEST_FIT,
 ) -> ValidationLoader:
-    """Build a loader of the first ``max_rows`` rows (all, if None) of a shard folder, in a fixed order.
+    """Build a loader over a shard folder's first ``max_rows`` rows (all rows if unset) in a fixed order.
 
-    Each iteration yields these rows once. For a mixture's file, sources have their initial shares; ``held_out`` reads
-    the held-out documents of its sources instead.
+    Each iteration yields these rows once. A mixture file is read with its initial shares, or, with ``held_out``,
+    through its sources' held-out documents.
 
-    Every rank gets the same number of micro-batches: of ``micro_batch_rows`` rows, or, if ``even``, of at most that
-    many and as equal in size as possible. If rows do not divide evenly, the last ones contain only padding.
+    Every rank gets the same number of micro-batches, with ``micro_batch_rows`` rows each, or, if ``even``, with at most
+    that many and as equal as possible. If the rows do not divide evenly, the last micro-batches contain only padding.
     """
     _check_sizes(seq_len=seq_len, micro_batch_rows=micro_batch_rows, data_rank=data_rank, data_degree=data_degree)
     if max_rows is not None and max_rows < 1:
@@ -163,13 +163,14 @@ def build_validation_loader(
         rows: Rows = FirstRows(folders[0], seq_len, max_rows=max_rows, source_seq_len=source_seq_len, packing=packing)
     else:
         check_one_folder(folder, packing.examples, source_seq_len)
+        # Without stages and upsampling: validation losses must not depend on the training schedule.
         mixture = Mixture.load(folder).to_validate()
         if held_out:
             mixture = held_out_of(folder)
         folders, order = _open_mixture(mixture, Path(folder), seq_len, open_folder, shuffle=False)
         rows = order.first_rows(max_rows)
         names = tuple(source.name for source in mixture.sources)
-    # The same tokens each time, independent of the run's seed, so that losses of different runs are comparable.
+    # Mask the same tokens in every run, whatever its seed, so that losses are comparable between runs.
     masking = masking_of(mask, folders, seed=0)
     options = {"source_names": names, "masking": masking, "source_seq_len": source_seq_len}
     options |= sides_of(folders, packing, seq_len, source_seq_len, seed=0)
@@ -182,15 +183,15 @@ class Taken:
 
     share: CompactBatch
     documents: PackedDocuments
-    """Those of the whole micro-batch, without padding behind its rows."""
+    """Documents in the full micro-batch, without padding after its rows."""
     rows: tuple[int, ...]
-    """Its rows' numbers in the step."""
+    """Row numbers within the step."""
     source_lengths: tuple[int, ...] = ()
-    """Tokens of the source of each document, of the whole micro-batch of pairs."""
+    """Source tokens per document, for pairs; covers the full micro-batch."""
 
 
 class Loader:
-    """Endless iterator over the micro-batches of one data rank, built by ``build_loader``."""
+    """Endless iterator over one data rank's micro-batches; see ``build_loader``."""
 
     def __init__(
         self,
@@ -208,9 +209,9 @@ class Loader:
         source_seq_len: int = 0,
         **of_sides: Any,
     ) -> None:
-        """Initialize the loader; ``order`` numbers the documents of all ``folders`` as ``Corpus`` does."""
+        """Initialize the loader; ``order`` numbers documents across ``folders`` as ``Corpus`` does."""
         self.folders = tuple(folders)
-        """What is read. One tokenizer made them all."""
+        """Folders to read, all built with the same tokenizer."""
         if masking is not None and any(order.fims):
             raise ConfigError(
                 "train.objective=masked hides tokens in their text, and a source of the mixture fills in its middle.\n"
@@ -221,38 +222,41 @@ class Loader:
         self.seq_len = seq_len
         self._cost, self._lockstep = cost, lockstep
         self.micro_batches = MicroBatches.deal(rows_per_step, most_rows=micro_batch_rows, data_degree=data_degree)
-        """How the rows of a step are dealt out."""
+        """Assignment of a step's rows to micro-batches and ranks."""
         self._rows_per_step = rows_per_step
         self._data_rank = data_rank
-        # The end of the last completed step; the state consists of these numbers, so it never points into a step.
+        # End of the last completed step. Only this position is saved, so a checkpoint never points into a step.
         self._position = order.start()
-        # The current step: all ranks' rows, the position after them, and the next micro-batch.
+        # Current step: rows for all ranks, the position after them, and the next micro-batch's index.
         self._step_rows: list[tuple[int, Row]] = []
         self._step_end = self._position
         self._micro_batch = 0
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the loader itself: iteration continues from the current position and never ends."""
+        """Return the loader itself: iteration continues at the current position and never ends."""
         return self
 
     def __next__(self) -> Batch:
-        """Return the next micro-batch of this data rank, complete and unpacked; training uses ``take`` instead."""
+        """Return this data rank's next micro-batch, complete and unpacked; training uses ``take`` instead."""
         rows = [row for _, row in self._next_rows()]
         batch = self._sides.batch(rows)
         self._advance()
         return batch.unpack()
 
     def take(self, place: Place, place_source: Place | None = None) -> Taken:
-        """Return this rank's share of the next micro-batch, at ``place`` and for sources at ``place_source``.
+        """Return this rank's share of the next micro-batch, at ``place`` and, for sources, at ``place_source``.
 
-        Only that share is read. The result is bitwise equal to splitting the micro-batch of ``next``.
+        Reads only that share. The result is bitwise equal to splitting the micro-batch that ``next`` returns.
         """
+        # Advance only after a successful read: a failed one leaves the position unchanged.
         taken = self._read(self._next_rows(), place, place_source)
         self._advance()
         return taken
 
     def claim(self) -> Callable[..., Taken]:
-        """Return a thread-safe function that reads the next micro-batch as ``take`` does, and advance the loader."""
+        """Advance the loader and return a thread-safe function that reads the next micro-batch as ``take`` does."""
+        # Choose the rows here, on the calling thread: the returned function does not use the loader's position, so
+        # prefetch threads may call it late or in any order.
         rows = self._next_rows()
         self._advance()
         return partial(self._read, rows)
@@ -263,88 +267,91 @@ class Loader:
 
     @property
     def shards(self) -> ShardSet:
-        """The first folder, for values that all folders share: the tokenizer and the padding."""
+        """First folder, for values that all folders share: the tokenizer and the padding id."""
         return self.folders[0]
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Number of micro-batches that this rank takes for one step."""
+        """Micro-batches that this rank takes per step."""
         return len(self.micro_batches)
 
     @property
     def epoch(self) -> int:
-        """Epoch in which the next step begins, from 0."""
+        """Epoch, from 0, that contains the next step's first row."""
         return self._position.epoch
 
     @property
     def rows_consumed(self) -> int:
-        """Number of rows of all completed steps, over all ranks."""
+        """Rows in all completed steps, over all ranks."""
         return self._position.rows_consumed
 
     @property
     def tokens_consumed(self) -> int:
-        """Number of tokens of all completed steps, over all ranks, without padding."""
+        """Tokens in all completed steps, over all ranks, without padding."""
         return self._position.tokens_consumed
 
     def next_documents(self) -> list[PackedDocuments]:
-        """Return the documents of each micro-batch of this data rank's next step, without reading tokens."""
+        """Return the documents in each of this data rank's micro-batches for the next step, without reading tokens."""
         assert self._micro_batch == 0, "within a step"
         placed = self._placed_rows()
         dealt = [self.micro_batches.rows(number, self._data_rank) for number in range(len(self.micro_batches))]
         return [self._sides.layout([row for _, row in placed[own.start : own.stop]]) for own in dealt]
 
     def forecast(self, steps: int) -> Forecast | None:
-        """Return the forecast of a mixture's sources over the next steps; None for a single folder."""
+        """Estimate a mixture's source usage over the next steps; None for a single folder."""
         if isinstance(self._order, MixedOrder):
             return self._order.forecast(self._position, steps * self._rows_per_step)
         return None
 
     def pack_report(self) -> PackReport:
-        """Return rows, padding, cuts and truncation of the current epoch: an estimate if it has several blocks."""
+        """Report rows, padding, cuts and truncation in the current epoch; estimated if it has several blocks."""
         return self._order.report(self._position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last step as plain JSON: equal on all ranks, loadable with any number."""
+        """Return the position after the last step as plain JSON: equal on all ranks, loadable on any number."""
         return self._order.state(self._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step at which ``state`` was taken; raise ``DataError`` if its data or order differs."""
+        """Continue after the step that saved ``state``; raise ``DataError`` if its data or row order differs."""
         self._position = self._order.read(state)
-        # The state determines the segments used for fill-in-the-middle.
+        # The state may change the fill-in-the-middle segments, so rebuild the documents with them.
         self._sides = replace(self._sides, documents=documents_in(self.folders, self._order.fims))
-        # An unfinished step is read again from its first micro-batch.
+        # A partial step is read again from its first micro-batch.
         self._micro_batch = 0
 
     def _placed_rows(self) -> list[tuple[int, Row]]:
-        """Return the rows of the next step with their numbers, in the order in which micro-batches take them."""
+        """Return the next step's rows with their numbers, in the order in which micro-batches take them."""
         rows, self._step_end = self._order.rows(self._position, self._rows_per_step)
         if self._cost is None:
             return list(enumerate(rows))
+        # Every rank computes costs for all ranks' rows and gets the same permutation, so balancing needs no
+        # communication.
         costs = [self._cost(*lengths) for lengths in self._sides.lengths(rows)]
         places = balanced(costs, self.micro_batches, lockstep=self._lockstep)
         return [(number, rows[number]) for number in places]
 
     def _next_rows(self) -> list[tuple[int, Row]]:
-        """Return the rows of this data rank's next micro-batch."""
+        """Return the rows in this data rank's next micro-batch."""
         if self._micro_batch == 0:
             self._step_rows = self._placed_rows()
         own = self.micro_batches.rows(self._micro_batch, self._data_rank)
         return self._step_rows[own.start : own.stop]
 
     def _advance(self) -> None:
-        """Advance to the next micro-batch, or after the last one to the next step; call only after reading all rows."""
+        """Advance to the next micro-batch or, after the last one, to the next step."""
         self._micro_batch += 1
         if self._micro_batch == self.micro_batches_per_step:
+            # The position moves only here, after the step's last micro-batch has claimed its rows.
             self._position = self._step_end
             self._micro_batch = 0
 
 
 Rows = FirstRows | list[Row]
-"""Rows by their numbers."""
+"""Rows by number."""
 
 
 class ValidationLoader:
-    """A fixed number of rows in a fixed order, for one data rank; built by ``build_validation_loader``."""
+    """Fixed rows in a fixed order for one data rank; see ``build_validation_loader``."""
 
     def __init__(
         self,
@@ -361,15 +368,15 @@ class ValidationLoader:
         source_seq_len: int = 0,
         **of_sides: Any,
     ) -> None:
-        """Initialize the loader; ``rows`` number the documents of all ``folders`` as ``Corpus`` does."""
+        """Initialize the loader; ``rows`` number documents across ``folders`` as ``Corpus`` does."""
         self.folders = tuple(folders)
-        """What is read. One tokenizer made them all."""
+        """Folders to read, all built with the same tokenizer."""
         self.source_names = source_names
-        """What a mixture calls each folder; empty where one folder is read by itself."""
+        """The mixture's name for each folder; empty if a single folder is read."""
         self._rows = rows
         self._sides = Sides(documents_in(folders), seq_len, masking, source_seq_len, **of_sides)
         self.seq_len = seq_len
-        # Rounded up, so that the last rows are never dropped.
+        # Round up, so that the last rows are never dropped.
         unit = data_degree
         if not even:
             unit *= micro_batch_rows
@@ -379,25 +386,24 @@ class ValidationLoader:
 
     @property
     def shards(self) -> ShardSet:
-        """The first folder, for values that all folders share: the tokenizer and the padding."""
+        """First folder, for values that all folders share: the tokenizer and the padding id."""
         return self.folders[0]
 
     @property
     def num_rows(self) -> int:
-        """Number of rows with text, over all ranks."""
+        """Rows with text, over all ranks."""
         return len(self._rows)
 
     def segments(self, row: int) -> list[tuple[np.ndarray, int, int]]:
-        """Return the two-segment examples of a row: unmasked tokens, first token of the second segment, and order."""
+        """Return a row's two-segment examples: unmasked tokens, start token of the second segment, and order label."""
         return self._sides.segments(self._rows[row])
 
     @cached_property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes of text per token of these rows, from the folders' own means; None if unknown.
+        """Mean text bytes per token over these rows, derived from the folders' means; None if unknown.
 
-        It is unknown for conversations: the mean is over all tokens, the loss over the counted ones only. Also for
-        masked tokens, which are predicted from both sides, and for examples made from texts, whose targets are half
-        sentinels.
+        It is unknown for conversations (the mean covers all tokens, the loss only target tokens), for masked tokens
+        (predicted from both sides), and for examples made from texts (half their targets are sentinels).
         """
         sides = self._sides
         if sides.masking is not None or sides.recipe is not None or any(shards.is_masked for shards in self.folders):
@@ -405,6 +411,7 @@ class ValidationLoader:
         means = [shards.manifest.bytes_per_token for shards in self.folders]
         if len(means) == 1:
             return means[0]
+        # Weight each folder's mean by the tokens that these rows take from it.
         corpus, tokens = Corpus(self.folders), [0] * len(means)
         for number in range(len(self._rows)):
             for document, start, stop in self._rows[number]:
@@ -414,18 +421,18 @@ class ValidationLoader:
         return sum(mean * count for mean, count in zip(means, tokens, strict=True) if mean) / sum(tokens)
 
     def __len__(self) -> int:
-        """Return the number of micro-batches on each rank, the same everywhere."""
+        """Return the number of micro-batches, the same on every rank."""
         return len(self._micro_batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield this rank's micro-batches, from the first row each time."""
+        """Yield this rank's micro-batches, each time from the first row."""
         for number in range(len(self)):
             yield self._sides.batch(self._rows_of(number)).unpack()
 
     def shares(self, place: Place, place_source: Place | None = None) -> Iterator[CompactBatch]:
-        """Yield this rank's share of each micro-batch, at ``place`` and for sources at ``place_source``.
+        """Yield this rank's share of each micro-batch, at ``place`` and, for sources, at ``place_source``.
 
-        Only these shares are read.
+        Reads only these shares.
         """
         for number in range(len(self)):
             yield self._sides.share(self._rows_of(number), place, place_source)[0]
@@ -433,7 +440,7 @@ class ValidationLoader:
     def _rows_of(self, number: int) -> list[Row]:
         rows: list[Row] = []
         for row in self._micro_batches.rows(number, self._data_rank):
-            # Every rank takes part in every collective, so a rank without rows gets padding rows.
+            # Every rank joins every collective, so a rank without rows gets padding rows.
             found = Row()
             if row < len(self._rows):
                 found = self._rows[row]
@@ -448,7 +455,7 @@ def _opener(*, verify: bool) -> Open:
 
 
 def _opened(folder: str | Location | ShardSet, open_folder: Open) -> ShardSet:
-    """Return the opened shard folder; raise ``DataError`` if it has no documents."""
+    """Open a shard folder unless it is open already; raise ``DataError`` if it has no documents."""
     shards = folder
     if not isinstance(shards, ShardSet):
         shards = open_folder(shards)

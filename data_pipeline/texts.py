@@ -1,4 +1,4 @@
-"""Documents as text: from a shard folder with its own tokenizer, or from any source that ``data build`` reads."""
+"""Documents as text, from a shard folder with its own tokenizer or from any source that ``data build`` reads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from data_pipeline.stores.urls import Location
 
 
 def read_texts(folder: str | Location) -> Iterator[str]:
-    """Yield the text of each document, in the folder's order, in the form of an evaluation haystack.
+    """Yield each document's text in folder order, as an evaluation haystack uses it.
 
-    A run's held-out documents are its ``data.validation`` folder.
+    A run's held-out documents are in its ``data.validation`` folder.
     """
     if has_folder(folder):
-        # Its own tokenizer: the model under test may have another one, which did not write these ids.
+        # Decode with the folder's own tokenizer: the model under test may use another one, which did not produce these
+        # ids.
         shards = open_verified(folder)
         tokenizer = shards.tokenizer()
         for number in range(shards.num_documents):

@@ -1,7 +1,7 @@
-"""Choice of the source of a mixture's next row: the one furthest behind its share of the tokens.
+"""Source selection for a mixture's next row: the source with the largest token deficit.
 
-Uses integer arithmetic on counters of the full run, so that every rank on every machine makes the same choice. A
-position's state is validated as strictly as that of a single folder.
+Uses integer arithmetic on global counters, so that every rank on every machine makes the same choice. A position's
+state is validated as strictly as for a single folder.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ _COUNTERS = ("tokens", "counted", *_OF_STREAM)
 
 @dataclass(frozen=True)
 class SourcePosition:
-    """Position of a mixture in one source."""
+    """Position within one source."""
 
     stream: StreamPosition = BEGINNING
     tokens: int = 0
-    """Taken in all, without padding."""
+    """Tokens taken in total, without padding."""
     counted: int = 0
-    """Those that were taken since the shares are what they are."""
+    """Tokens taken since the current shares took effect."""
 
 
 @dataclass(frozen=True)
 class MixedPosition:
-    """Position of a mixture's loader between two steps."""
+    """Loader position between two steps."""
 
     sources: tuple[SourcePosition, ...]
     rows_consumed: int = 0
     shares: tuple[int, ...] = ()
-    """Those by which the last row was chosen; none before the first."""
+    """Integer shares that selected the last row; empty before the first row."""
 
     @property
     def tokens_consumed(self) -> int:
-        """Number of tokens of all steps, without padding."""
+        """Tokens in all steps, without padding."""
         return sum(source.tokens for source in self.sources)
 
     @property
     def epoch(self) -> int:
-        """Epoch of the source that is least advanced."""
+        """Epoch of the least advanced source."""
         return min(source.stream.epoch for source in self.sources)
 
 
 def source_state(position: SourcePosition, identity: dict[str, Any], share: int | None) -> dict[str, Any]:
-    """Return one source's entry of a state; ``identity`` holds the values that must match when it is read."""
+    """Return one source's state entry; ``identity`` holds the values that must match when it is loaded."""
     return {
         **identity,
         "share": share,
@@ -70,12 +70,12 @@ def source_state(position: SourcePosition, identity: dict[str, Any], share: int 
 def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[SourcePosition, int | None]:
     """Return a source's position and its share when the state was saved.
 
-    Raises DataError if the entry is damaged, or belongs to other data or another order.
+    Raises DataError if the entry is damaged or belongs to other data or another row order.
     """
     known = source_state(SourcePosition(), identity, None)
     refuse_exclusions(entry)
     if isinstance(entry, dict):
-        # States of older releases lack the field.
+        # States from older releases lack the field.
         entry = {"fim": None} | entry
     if not isinstance(entry, dict) or set(entry) != set(known):
         raise DataError(f"The loader state of {where} is damaged: it needs exactly the fields {', '.join(known)}.")
@@ -96,7 +96,7 @@ def read_source(entry: Any, identity: dict[str, Any], where: str) -> tuple[Sourc
 
 
 def _read_stretches(values: Any, where: str) -> tuple[Stretch, ...]:
-    """Return the earlier stretches of the block that a state records; raise DataError if they are damaged."""
+    """Return the rows taken from this block at other lengths; raise DataError if the entry is damaged."""
     is_list = isinstance(values, list) and all(isinstance(value, list) and len(value) == 2 for value in values)
     if not is_list or not all(type(count) is int and count >= 1 for value in values for count in value):
         raise DataError(
@@ -106,27 +106,36 @@ def _read_stretches(values: Any, where: str) -> tuple[Stretch, ...]:
 
 
 _WHOLE = 1 << 32
-"""Shares are whole numbers of this: powers may differ in their last bit between machines, these do not."""
+"""Denominator for integer shares: float powers may differ in their last bit between machines, the integers do not."""
 
 
+# Deficit-based mixture order. Given target shares w_i (integers, W = Σ w_i over sources that are not used up), tokens
+# c_i taken since the shares took effect, and row length r, the next row comes from the source with the largest
+#
+#     w_i · (Σ c + r) − c_i · W
+#
+# This is its token deficit scaled by W to stay an integer. Each choice reduces the largest deficit, so realized shares
+# stay within a few rows of their targets throughout the run, unlike random sampling, whose error grows with the square
+# root of the row count. The order is a pure function of the counters: it needs no random state in checkpoints, and
+# every rank computes the same order.
 class Chooser:
-    """Selector of the next row from the streams of a mixture's sources."""
+    """Selects the next row from the source streams."""
 
     def __init__(self, mixture: Mixture, corpus: Corpus, streams: Sequence[Stream], seq_len: int, path: Path) -> None:
-        """Initialize the chooser; ``path`` is used in messages."""
+        """Initialize; ``path`` is used in error messages."""
         self._mixture, self._corpus, self._streams, self._path = mixture, corpus, streams, path
         self._seq_len = seq_len
         tokens = [shards.num_tokens for shards in corpus.folders]
         self._shares = [_whole(mixture.shares(number, tokens)) for number in range(-1, len(mixture.stages))]
 
     def shares(self, row: int) -> tuple[int, ...]:
-        """Return the shares used to choose this row of the run."""
+        """Return the shares that select this row."""
         return self._shares[self._stage(row) + 1]
 
     def row(self, at: MixedPosition) -> tuple[Row, MixedPosition]:
-        """Return the next row of the run, made of as many of the stage's rows as fit, concatenated.
+        """Return the run's next row, a concatenation of as many stage rows as fit.
 
-        The row has no pieces if every source with a share has reached its number of epochs.
+        The row is empty if every source with a share has reached its epoch limit.
         """
         shares, sources = self.shares(at.rows_consumed), list(at.sources)
         if shares != at.shares:
@@ -135,14 +144,13 @@ class Chooser:
         row_tokens = self._mixture.row_tokens(self._stage(at.rows_consumed), self._seq_len)
         row: list[Piece] = []
         read_in: list[int] = []
-        # Rows are joined without their own padding, so that all padding is at the end of the run's
-        # row.
+        # Concatenate rows without their own padding, so that all padding is at the end of the run's row.
         room = self._seq_len // row_tokens
-        # The very last row may be shorter.
+        # The run's last row may be shorter.
         while room and (chosen := self._furthest_behind(shares, sources, row_tokens)) is not None:
             source, epochs = sources[chosen], self._mixture.sources[chosen].epochs
             rows, taken, stream = self._streams[chosen].take(source.stream, 1, row_tokens, epochs=epochs)
-            # No row means that its last epoch ended in empty blocks: the source is now used up.
+            # No row means that the source's last epoch ended in empty blocks; the source is now used up.
             room -= len(rows)
             sources[chosen] = SourcePosition(stream, source.tokens + taken, source.counted + taken)
             first = self._corpus.first_document[chosen]
@@ -154,11 +162,12 @@ class Chooser:
         return mixed, MixedPosition(tuple(sources), at.rows_consumed + 1, shares)
 
     def _furthest_behind(self, shares: Sequence[int], sources: Sequence[SourcePosition], row_tokens: int) -> int | None:
-        """Return the source of the next row; None if all have reached their number of epochs."""
+        """Return the next row's source; None if all sources have reached their epoch limits."""
         live = [n for n in range(len(sources)) if shares[n] and not self._is_used_up(n, sources[n])]
         whole = sum(shares[n] for n in live)
+        # Include the row about to be taken, so that the targets refer to the totals after it.
         tokens = sum(sources[n].counted for n in live) + row_tokens
-        # Ties go to the first source.
+        # Ties go to the source listed first.
         return max(live, key=lambda n: shares[n] * tokens - sources[n].counted * whole, default=None)
 
     def _stage(self, row: int) -> int:
@@ -169,7 +178,7 @@ class Chooser:
         return epochs is not None and source.stream.epoch >= epochs
 
     def used_up(self, at: MixedPosition) -> DataError:
-        """Return the error for a mixture that has no more rows."""
+        """Build the error for a mixture without remaining rows."""
         given = ", ".join(
             f"{source.name} {position.stream.epoch}"
             for source, position in zip(self._mixture.sources, at.sources, strict=True)
@@ -181,5 +190,5 @@ class Chooser:
 
 
 def _whole(shares: Sequence[float]) -> tuple[int, ...]:
-    """Return shares as integers; a positive share becomes at least 1."""
+    """Convert shares to integers; a positive share is at least 1."""
     return tuple(max(1, round(share * _WHOLE)) if share else 0 for share in shares)

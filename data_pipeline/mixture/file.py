@@ -1,4 +1,4 @@
-"""``Mixture``: several shard folders in one run, each with its share of the tokens. Read from a TOML file.
+"""``Mixture``: several shard folders in one run, each with a share of the tokens. Read from a TOML file.
 
     [[sources]]
     name = "web"
@@ -17,7 +17,7 @@
     row_tokens = 65536
     weights = { web = 40, books = 60 }
 
-Weights are shares of tokens and need not add up to any particular sum.
+Weights are token shares and need not add up to any particular sum.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _AtLeastOne = Annotated[int, Field(ge=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One shard folder of a mixture."""
+    """One shard folder in a mixture."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: str
     path: str
-    """Its folder, or the URL of one (s3://, gs://)."""
+    """Shard folder, or its URL (s3://, gs://)."""
     weight: _Weight | None = None
-    """Its share of the tokens, beside those of the others; None: as many as it has."""
+    """Token share relative to the other sources; None: the source's own token count."""
     epochs: _AtLeastOne | None = None
-    """Epochs at most; after them the others go on without it. None: no end."""
+    """Maximum number of epochs, after which the other sources continue; None: no limit."""
     upsample: tuple[Upsampling, ...] = ()
     fim_rate: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of its documents whose middle is to be filled in; None: the run's (``data.fim_rate``)."""
+    """Share of documents with fill-in-the-middle; None: the run's ``data.fim_rate``."""
 
     def fim_rule(self, of_run: FimRule | None) -> FimRule | None:
-        """Return the fill-in-the-middle rule of this source, given the run's rule."""
+        """Return this source's fill-in-the-middle rule, given the run's rule."""
         if self.fim_rate is None:
             return of_run
         return replace(of_run or FimRule(0), rate=self.fim_rate)
@@ -71,38 +71,39 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Settings that apply from a given number of tokens on."""
+    """Settings that apply after a given number of tokens."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     from_tokens: int = 0
-    """Tokens of the run, padding included; the stage begins with the first row behind them."""
+    """Tokens in the run, including padding; the stage starts at the first row after them."""
     row_tokens: _AtLeastOne | None = None
-    """Documents are cut and packed at this length, several such rows to one of the run's; None: the run's."""
+    """Length at which documents are cut and packed; several such rows fill one of the run's. None: the run's row
+    length."""
     weights: dict[str, _Weight] = field(default_factory=dict)
-    """By name, in place of the sources' own; a source that is not named keeps its own."""
+    """Weights by source name; an unlisted source keeps its own."""
     temperature: _Temperature | None = None
-    """In place of the mixture's."""
+    """Replaces the mixture's temperature."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Sources, and the changes of their shares and of the row length."""
+    """Sources, and stages that change their shares or the row length."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     sources: tuple[Source, ...]
     stages: tuple[Stage, ...] = ()
     temperature: _Temperature = 1.0
-    """Shares are weights to the power of 1/temperature: above 1 they are more even, 1 leaves them alone."""
+    """Exponent 1/temperature applied to weights: values above 1 even out the shares, 1 keeps the weights."""
 
     @classmethod
     def load(cls, path: str | Path) -> Mixture:
-        """Read a mixture's file; raise ConfigError that names the problem if it is invalid."""
+        """Read a mixture file; raise ConfigError with the first problem if it is invalid."""
         path = Path(path)
         values = read_toml(path, str(path))
         try:
-            # Strict JSON accepts tables for dataclasses and whole numbers for floats, and no other conversions.
+            # Strict JSON accepts tables for dataclasses and integers for floats, and no other conversions.
             mixture = TypeAdapter(cls).validate_json(json.dumps(values, default=str), strict=True)
         except ValidationError as error:
             raise ConfigError(f"{path}: {_first_problem(error)}\n{_KEYS}") from error
@@ -111,13 +112,13 @@ class Mixture:
         return mixture
 
     def folders(self, beside: Path) -> list[Location]:
-        """Return the sources' shard folders; relative paths are resolved against ``beside``."""
+        """Return the sources' shard folders; relative paths are resolved against the mixture file's folder."""
         return [_place(beside, source.path) for source in self.sources]
 
     def held_out(self, beside: Path) -> Mixture:
-        """Return the mixture of the sources' held-out documents, once each, in the initial shares.
+        """Return the mixture over the sources' held-out documents, one epoch each, with the initial shares.
 
-        Relative paths are resolved against ``beside``. The mixture may have no sources.
+        Relative paths are resolved against the mixture file's folder. The mixture may have no sources.
         """
         sources = [
             Source(name=source.name, path=below(source.path, VALIDATION_FOLDER), weight=source.weight, epochs=1)
@@ -127,23 +128,25 @@ class Mixture:
         return Mixture(sources=tuple(sources), temperature=self.temperature)
 
     def to_validate(self) -> Mixture:
-        """Return the mixture of the same folders, once each, in the initial shares and in rows of the run's length."""
+        """Return the mixture over the same folders, one epoch each, with the initial shares and row length."""
         sources = [
             Source(name=source.name, path=source.path, weight=source.weight, epochs=1) for source in self.sources
         ]
         return Mixture(sources=tuple(sources), temperature=self.temperature)
 
     def shares(self, number: int, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Return the sources' shares in stage ``number`` (-1: before the first), which add up to 1.
+        """Return the sources' shares in stage ``number`` (-1: before the first stage); they add up to 1.
 
-        ``tokens`` holds the number of tokens of each source.
+        ``tokens`` holds each source's token count.
         """
+        # p_i ∝ w_i^(1/T), the temperature-scaled sampling used for multilingual corpora ("XLM-R", Conneau et al., 2020,
+        # arXiv 1911.02116, with α = 1/T).
         own, temperature = {}, self.temperature
         if number >= 0:
             own = self.stages[number].weights
             temperature = self.stages[number].temperature or temperature
-        # Sources without a weight are weighted by their tokens, so that alone they are read as one folder would
-        # be.
+        # A source without a weight uses its token count, so a mixture without weights samples like one concatenated
+        # folder.
         powers = []
         for source, count in zip(self.sources, tokens, strict=True):
             weight = own.get(source.name, source.weight)
@@ -154,21 +157,21 @@ class Mixture:
         return tuple(power / total for power in powers)
 
     def stage_at(self, tokens: int) -> int:
-        """Return the number of the stage in effect after ``tokens`` tokens; -1 before the first."""
+        """Return the index of the stage in effect after ``tokens`` tokens; -1 before the first stage."""
         return sum(stage.from_tokens <= tokens for stage in self.stages) - 1
 
     def row_tokens(self, number: int, seq_len: int) -> int:
-        """Return the length of packed rows in a stage of a run whose rows have ``seq_len`` tokens."""
+        """Return a stage's packed row length in a run with rows of ``seq_len`` tokens."""
         if number < 0:
             return seq_len
         return self.stages[number].row_tokens or seq_len
 
     def row_lengths(self, seq_len: int) -> list[int]:
-        """Return all lengths of packed rows of a run whose rows have ``seq_len`` tokens."""
+        """Return all packed row lengths in a run with rows of ``seq_len`` tokens, stage by stage."""
         return [self.row_tokens(number, seq_len) for number in range(-1, len(self.stages))]
 
     def check_lengths(self, seq_len: int, where: str | Path) -> None:
-        """Raise ConfigError if a stage has rows whose length does not divide ``seq_len``."""
+        """Raise ConfigError if a stage's row length does not divide ``seq_len``."""
         for number, stage in enumerate(self.stages):
             wanted = stage.row_tokens
             if wanted is not None and seq_len % wanted:
@@ -182,7 +185,7 @@ class Mixture:
 
 
 def _place(beside: Path, path: str) -> Location:
-    """Return a source's folder; raise DataError for a URL that names none."""
+    """Resolve a source's path; raise DataError for an invalid URL."""
     if is_url(path):
         return locate(path)
     return beside / path
@@ -195,7 +198,7 @@ _KEYS = (
 
 
 def _first_problem(error: ValidationError) -> str:
-    """Return the first problem: an unknown key, with the nearest known one, takes precedence over all others."""
+    """Return the first problem; an unknown key comes before all others and is reported with the closest known key."""
     first = min(error.errors(), key=lambda found: found["type"] != "unexpected_keyword_argument")
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "unexpected_keyword_argument":
@@ -206,12 +209,12 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def is_mixture(path: str | Path) -> bool:
-    """Return whether a path names a mixture's file rather than a shard folder."""
+    """Return whether a path names a mixture file and not a shard folder."""
     return str(path).endswith(MIXTURE_SUFFIX)
 
 
 def _problems(mixture: Mixture) -> Iterator[str]:
-    """Yield the inconsistencies between values, a sentence each with advice."""
+    """Yield inconsistencies between values, one sentence each with a fix."""
     if not mixture.sources:
         yield "there is no [[sources]]. Name at least one shard folder."
     names = [source.name for source in mixture.sources]
@@ -233,6 +236,8 @@ def _problems(mixture: Mixture) -> Iterator[str]:
             if name not in names:
                 nearest = difflib.get_close_matches(name, names, n=1, cutoff=0)
                 yield f"stages.{number}.weights names {name!r}, which is no source. Did you mean {nearest[0]}?"
+    # Check the initial weights and those in effect in each stage: a stage replaces weights only for the sources it
+    # lists.
     for weights in ({}, *(stage.weights for stage in mixture.stages)):
         if not any(weights.get(source.name, source.weight) != 0 for source in mixture.sources):
             yield "every weight is 0. Give at least one source a share."

@@ -1,7 +1,7 @@
-"""Order of a mixture's rows: each row is from the source furthest behind its share (``mixture.choose``).
+"""Row order in a mixture: each row comes from the source with the largest token deficit (``mixture.choose``).
 
-A row is packed from the documents of one source, and every source has its own stream (``rows.stream``). So a share may
-change at any row, in the file or in the middle of a run, and no source loses or repeats a document.
+A row is packed from one source's documents, and every source has its own stream (``rows.stream``). So shares may change
+at any row, in the file or during a run, and sources never lose or repeat a document.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from longctx.untrusted.reading import shown
 
 @dataclass(frozen=True, kw_only=True)
 class SourceForecast:
-    """Forecast of one source of a run."""
+    """Estimated usage for one source."""
 
     name: str
     tokens: float
-    """Those that the run will have taken at its end."""
+    """Tokens taken by the end of the run."""
     epochs: float
-    """How often that is all the source has, upsampling counted."""
+    """Epochs completed by then; one epoch includes upsampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Forecast of the tokens that a run takes from a mixture. Rows count as full: padding is not known in advance."""
+    """Estimated tokens that a run takes from a mixture. Rows count as full, because padding is not known in advance."""
 
     sources: list[SourceForecast]
     missing_tokens: float
-    """What no source has left at the end of the run; 0 where it is not used up."""
+    """Tokens that no source can supply by the end of the run; 0 if the mixture is not used up."""
 
 
 def forecast(mixture: Mixture, taken: Sequence[int], epoch_tokens: Sequence[int], *, begin: int, end: int) -> Forecast:
-    """Return the forecast of the run's tokens from ``begin`` to ``end``.
+    """Estimate source usage while the run advances from token ``begin`` to token ``end``.
 
-    ``taken`` holds the tokens already taken from each source, ``epoch_tokens`` the tokens of one epoch of it.
+    ``taken`` holds the tokens already taken per source, ``epoch_tokens`` the tokens per epoch and source.
     """
     tokens = [float(count) for count in taken]
     limits = [
@@ -55,7 +55,8 @@ def forecast(mixture: Mixture, taken: Sequence[int], epoch_tokens: Sequence[int]
     ]
     ends = [stage.from_tokens for stage in mixture.stages if begin < stage.from_tokens < end]
     missing, at = 0.0, float(begin)
-    # Between two ends the shares are constant until a source is used up.
+    # Between two stage starts the shares are constant until a source is used up, so advance from one such event to the
+    # next.
     for until in (*ends, end):
         shares = mixture.shares(mixture.stage_at(int(at)), epoch_tokens)
         while until > at:
@@ -64,7 +65,7 @@ def forecast(mixture: Mixture, taken: Sequence[int], epoch_tokens: Sequence[int]
                 missing += until - at
                 break
             whole = sum(shares[n] for n in live)
-            # Up to the end of the stage, or until the first source has reached its number of epochs.
+            # Advance to the end of the stage, or until the first source reaches its epoch limit.
             step = min(until - at, *((limits[n] - tokens[n]) * whole / shares[n] for n in live))
             for n in live:
                 tokens[n] = min(tokens[n] + step * shares[n] / whole, limits[n])
@@ -83,7 +84,7 @@ log = logging.getLogger(__name__)
 
 
 class MixedOrder:
-    """Order of the rows of several shard folders."""
+    """Row order over several shard folders."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class MixedOrder:
         shuffle: bool = True,
         packing: Packing = BEST_FIT,
     ) -> None:
-        """Initialize; ``corpus`` has the folders of the mixture's sources in order, ``path`` is used in messages."""
+        """Initialize; ``corpus`` has the sources' folders in order, and ``path`` is used in error messages."""
         mixture.check_lengths(seq_len, path)
         self._mixture, self._corpus, self._path = mixture, corpus, path
         self._seq_len, self._seed, self._shuffle, self._packing = seq_len, seed, shuffle, packing
@@ -105,21 +106,21 @@ class MixedOrder:
         self._streams, self.fims = self._of_sources.streams, self._of_sources.fims
         self._chooser = Chooser(mixture, corpus, self._streams, seq_len, path)
         self._resting: dict[str, Any] = {}
-        """Positions of sources that the file no longer has: they may come back."""
+        """Positions of sources that are no longer in the file: they may return."""
 
     def start(self) -> MixedPosition:
-        """Return the position of the first row."""
+        """Return the first row's position."""
         return MixedPosition(tuple(SourcePosition() for _ in self._streams))
 
     def rows(self, at: MixedPosition, count: int) -> tuple[list[Row], MixedPosition]:
         """Return the next ``count`` rows and the position after them; raise DataError if every source is used up.
 
-        Raises ConfigError at the first rows of a run if they would cut fill-in-the-middle segments.
+        Raises ConfigError at the start of a run if rows would cut fill-in-the-middle segments.
         """
-        # Checked here and not at construction, so that a run begun by an older release continues unchanged.
+        # Check here and not at construction, so that a run started with an older release continues unchanged.
         if not at.rows_consumed:
             self._of_sources.check_rows()
-        # One at a time: each row determines which source is furthest behind for the next.
+        # One row at a time: each row changes the deficits that select the next one.
         rows: list[Row] = []
         for _ in range(count):
             row, behind = self._chooser.row(at)
@@ -130,7 +131,7 @@ class MixedOrder:
         return rows, at
 
     def first_rows(self, most: int | None) -> list[Row]:
-        """Return the first ``most`` rows, or all until every source is used up."""
+        """Return the first ``most`` rows; without a limit, all rows until every source is used up."""
         rows: list[Row] = []
         at = self.start()
         while most is None or len(rows) < most:
@@ -141,8 +142,8 @@ class MixedOrder:
         return rows
 
     def state(self, at: MixedPosition) -> dict[str, Any]:
-        """Return a position, and the values that identify this order."""
-        # Includes resting sources: they continue from their position when they return to the file.
+        """Return a position with the values that identify this order."""
+        # Keep sources that left the file: they resume at their position when they return.
         sources = dict(self._resting)
         for number, (source, position) in enumerate(zip(self._mixture.sources, at.sources, strict=True)):
             share = None
@@ -161,10 +162,10 @@ class MixedOrder:
         }
 
     def read(self, state: dict[str, Any]) -> MixedPosition:
-        """Return the position that a state names.
+        """Return the position from a state.
 
-        The file may have other weights, stages and sources than when the state was saved. Raises DataError if the data
-        of a source in the state has changed, or is read in another order.
+        Weights, stages and the list of sources may have changed since the state was saved. Raises DataError if a saved
+        source's data has changed or is read in another order.
         """
         wanted = self.state(self.start())
         if not isinstance(state, dict) or set(state) != set(wanted) or not isinstance(state["sources"], dict):
@@ -179,7 +180,7 @@ class MixedOrder:
                     "Resume with the same seed, seq_len, packing and shuffle, or start without the state."
                 )
         check_counters({"rows_consumed": state["rows_consumed"]})
-        # A source that is not in the state begins at its first row.
+        # A source missing from the state starts at its first row.
         resting = dict(state["sources"])
         found: list[SourcePosition] = []
         shares: list[int | None] = []
@@ -190,7 +191,7 @@ class MixedOrder:
             found.append(position)
             shares.append(share)
         self._resting = resting
-        # With different sources, shares mean something else: restart the counts.
+        # Shares have another meaning if the sources differ: restart the counts.
         known = tuple(share for share in shares if share is not None)
         at = MixedPosition(tuple(found), state["rows_consumed"])
         if len(known) == len(shares) and not resting:
@@ -202,14 +203,14 @@ class MixedOrder:
         return at
 
     def forecast(self, at: MixedPosition, rows: int) -> Forecast:
-        """Return the forecast of each source over the next ``rows`` rows after a position."""
+        """Estimate each source's usage over the ``rows`` rows after a position."""
         taken = [source.tokens for source in at.sources]
         epochs = [report.tokens for report in self._reports(at)]
         begin = at.rows_consumed * self._seq_len
         return forecast(self._mixture, taken, epochs, begin=begin, end=begin + rows * self._seq_len)
 
     def report(self, at: MixedPosition, *, documents: int = 1) -> PackReport:
-        """Return the pack report of one epoch of every source together, in rows of the run's length."""
+        """Return one combined pack report over an epoch in every source, in rows of the run's length."""
         return PackReport.together(self._reports(at, documents), self._seq_len)
 
     def _reports(self, at: MixedPosition, documents: int = 1) -> list[PackReport]:
@@ -233,6 +234,5 @@ class MixedOrder:
 
 
 def _percentages(mixture: Mixture, shares: Sequence[int]) -> str:
-    """Format every source with its share."""
     pairs = zip(mixture.sources, shares, strict=True)
     return ", ".join(f"{source.name} {share / sum(shares):.1%}" for source, share in pairs)

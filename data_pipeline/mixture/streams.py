@@ -1,7 +1,7 @@
-"""Packed-row streams of each source of a mixture, and the fill-in-the-middle rule of each.
+"""Packed-row streams for a mixture's sources, each with its fill-in-the-middle rule.
 
-Stages have rows of other lengths, and every row must end between the segments used for fill-in-the-middle
-(``rows.fim``). So the segments follow from all stages, and a resumed run keeps the segments that it began with.
+Stages have different row lengths, and every row must end between fill-in-the-middle segments (``rows.fim``). So the
+segment length follows from all stages, and a resumed run keeps the segments it started with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class SourceStreams:
-    """Streams of a mixture's sources, in order."""
+    """A mixture's source streams, in file order."""
 
     def __init__(
         self,
@@ -38,26 +38,27 @@ class SourceStreams:
         shuffle: bool,
         packing: Packing,
     ) -> None:
-        """Build the stream of each source; ``path`` is used in messages."""
+        """Build each source's stream; ``path`` is used in error messages."""
         self._mixture, self._corpus, self._path = mixture, corpus, path
         self._seq_len, self._seed, self._shuffle, self._packing = seq_len, seed, shuffle, packing
         self._row_lengths = mixture.row_lengths(seq_len)
         self._rules = [source.fim_rule(packing.fim) for source in mixture.sources]
         self._too_short: ConfigError | None = None
         self.streams = [self._begin(number) for number in range(len(mixture.sources))]
-        """One for each source; ``take_segments`` may put another in its place."""
+        """One stream per source; ``take_segments`` may replace one."""
         self.fims = [stream.planner.fim for stream in self.streams]
-        """How the documents of each source are filled in in their middle; None where they are read as they are."""
+        """Fill-in-the-middle per source; None for a source that is read unchanged."""
 
     def check_rows(self) -> None:
-        """Raise ConfigError if some rows would cut fill-in-the-middle segments, or make the segments too short."""
+        """Raise ConfigError if some rows would cut fill-in-the-middle segments or make them too short."""
         if self._too_short is not None:
             raise self._too_short
         for rule in filter(None, self._rules):
             self._packing.check_fim(rule, self._row_lengths)
 
     def identity(self, number: int) -> dict[str, Any]:
-        """Return the values that must match for a source's position to mean the same rows."""
+        """Return the values that must match for a source's position to refer to the same rows."""
+        # Weights and stages are absent: they change the order between sources, not a source's rows.
         planner = self.streams[number].planner
         return {
             "manifest_hash": self._corpus.folders[number].manifest.hash,
@@ -67,15 +68,15 @@ class SourceStreams:
         }
 
     def take_segments(self, number: int, entry: Any) -> None:
-        """Use the fill-in-the-middle segments of a source's state: others would give other rows at the same position.
+        """Adopt the fill-in-the-middle segments from a source's state: others would change the rows at a position.
 
-        Raises DataError if rows of a later stage would cut these segments.
+        Raises DataError if rows in a later stage would cut these segments.
         """
         source = self._mixture.sources[number]
         asked, said = source.fim_rule(self._packing.fim), None
         if isinstance(entry, dict):
             said = entry.get("fim")
-        # Segments that the run sets itself must equal those of the state, like all else that determines its rows.
+        # Segments that the run sets itself must equal the state's, like everything that determines its rows.
         if asked is None or asked.segment_tokens or not isinstance(said, str):
             return
         rule = asked.of_state(said)
@@ -89,7 +90,7 @@ class SourceStreams:
         self.fims[number] = self.streams[number].planner.fim
 
     def _check_stages(self, name: str, rule: FimRule) -> None:
-        """Raise DataError if rows cut the segments of a state's rule; only warn if an older release wrote the state."""
+        """Raise DataError if rows cut the segments in a state's rule; only warn if an older release wrote the state."""
         length = rule.cut_by(self._row_lengths)
         if length is not None:
             raise DataError(
@@ -99,6 +100,7 @@ class SourceStreams:
                 "name: it then begins anew."
             )
         shortest = min(self._row_lengths)
+        # The release that began the run cut segments in this way, and the run must continue unchanged.
         if not rule.segment_tokens and shortest < self._seq_len:
             log.warning(
                 "%s: source %r goes on by the rule of the release that began the run: rows of %d tokens cut its "
@@ -107,7 +109,7 @@ class SourceStreams:
             )
 
     def _begin(self, number: int) -> Stream:
-        """Return the stream of a source, with segments that fit all row lengths."""
+        """Return a source's stream, with segments that fit all row lengths."""
         asked = self._rules[number]
         if asked is None:
             return self._stream(number)
@@ -115,14 +117,14 @@ class SourceStreams:
             self._rules[number] = asked.for_rows(self._row_lengths)
             return self._stream(number)
         except ConfigError as error:
-            # A new run may not begin so; a run of an older release continues with segments of its rows.
+            # A new run may not start like this (``check_rows``); a run from an older release keeps its segments.
             self._rules[number] = asked
             stream = self._stream(number)
             self._too_short = error
             return stream
 
     def _stream(self, number: int) -> Stream:
-        """Return the stream of a source under its current rule."""
+        """Build a source's stream under its current rule."""
         source, shards = self._mixture.sources[number], self._corpus.folders[number]
         own = source_seed(self._seed, source.name)
         fim = fim_of(self._rules[number], shards.tokenizer, seed=own, seq_len=self._seq_len)
@@ -131,5 +133,5 @@ class SourceStreams:
 
 
 def source_seed(seed: int, name: str) -> int:
-    """Return the seed of a source, from its name: others may come and go, and two sources of equal counts differ."""
+    """Derive a source's seed from its name: other sources may come and go, and equal folders get different orders."""
     return key64(seed, xxhash.xxh3_64_intdigest(name.encode()))

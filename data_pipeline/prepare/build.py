@@ -1,4 +1,4 @@
-"""Build of two shard folders from a source: training, and inside it ``validation``."""
+"""Builds two shard folders from a source: training, and ``validation`` inside it."""
 
 from __future__ import annotations
 
@@ -51,57 +51,57 @@ _SHOWN_DIRECTORIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class SplitReport:
-    """Counts of one shard folder."""
+    """Counts for one shard folder."""
 
     folder: Path | str
-    """A path, or the URL of a folder in a store."""
+    """Path, or URL of a folder in a store."""
     documents: int
     tokens: int
     text_bytes: int
     shards: int
     source_tokens: int = 0
-    """Tokens of the sources of pairs, beside ``tokens``; 0 in another folder."""
+    """Source tokens in pairs, not included in ``tokens``; 0 without pairs."""
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token; tokens include the begin and end tokens of documents."""
+        """UTF-8 text bytes per token; tokens include each document's begin and end tokens."""
         return self.text_bytes / self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildReport:
-    """Result of ``build_shards``: counts of the new folder, or of the existing one if it was up to date."""
+    """Result of ``build_shards``: counts for the new folder, or for the existing one if it was up to date."""
 
     output: Path | str
-    """A path, or the URL of a folder in a store."""
+    """Path, or URL of a folder in a store."""
     up_to_date: bool
-    """True if the folder was already there, built from the same things, and nothing had to be done."""
+    """True if the folder already existed with the same inputs and no work was needed."""
     training: SplitReport
     validation: SplitReport | None
     """None if no document was held out."""
     skipped: dict[str, int]
-    """What the source left out, by reason."""
+    """Skipped records by reason."""
     inexact: int
-    """Documents whose text does not come back exactly from their ids."""
+    """Documents that do not decode exactly to their text."""
     differences: tuple[Difference, ...]
-    """Where the first few of them differ; empty for a folder that was there already."""
+    """First differences in the first few of them; empty for an existing folder."""
     left_out: dict[str, list[str]]
-    """The first names of each reason."""
+    """First names per reason."""
     left_out_file: Path | str | None
-    """The whole list; None if nothing was left out, or by a release that wrote no list."""
+    """List with every skip; None if there are no skips, or if the release that built the folder wrote no list."""
     duplicates: DuplicateReport | None
-    """What was found of duplicates; None if nobody looked for them."""
+    """Duplicates found; None if the build did not look for them."""
     seconds: float
     parts: int = 0
-    """Parts that the source was dealt out into; 0 where nothing was done."""
+    """Parts that the source was divided into; 0 if no work was needed."""
     parts_found: int = 0
-    """How many of them an earlier build had finished."""
+    """Parts that an earlier build had finished."""
     cut_directories: dict[str, int] = field(default_factory=dict)
-    """Directories that were too large to be joined into one document, and how many documents each became."""
+    """Directories too large to be joined into one document, with their document counts."""
     spelling: int = 0
-    """Documents that spell a control token of the tokenizer, which is text in them; 0 where nothing was done."""
+    """Documents that contain a control token as text; 0 if no work was needed."""
     spelt: dict[str, int] = field(default_factory=dict)
-    """Documents that spell each of these tokens."""
+    """Documents per control token."""
 
 
 def build_shards(
@@ -123,26 +123,26 @@ def build_shards(
     progress: Progress | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> BuildReport:
-    """Tokenize ``source`` into the shard folder ``output``, with the held-out documents in ``output/validation``.
+    """Tokenize ``source`` into the shard folder ``output``, with held-out documents in ``output/validation``.
 
-    A document is held out by a hash of its text alone: equal texts are in the same split, and adding or removing other
-    documents moves none. Every document is decoded again and compared: one whose text does not round-trip is counted,
-    and with ``exact`` it is an error. A folder that was built from the same source, tokenizer and options is left as it
-    is; a different one is an error unless ``overwrite``.
+    A document is held out by a hash of its text alone: equal texts are in the same split, and adding or removing
+    documents never moves others. Every document is decoded and compared with its text: one that does not round-trip is
+    counted, or raises with ``exact``. A folder already built from the same source, tokenizer and options is kept; a
+    different one is an error unless ``overwrite``.
 
-    ``workers`` processes (all cores by default) encode the source part by part, on this machine or on the machines of
-    ``engine`` (``parts.cluster.open_cluster``). The folder appears only when it is complete, and its bytes depend
-    neither on ``workers`` nor on interruptions: a killed build continues from its finished parts when it is started
-    again. ``progress`` is called with the documents and bytes of text so far, and ``say`` with other messages for the
-    user. A folder in a store is built in the cache folder and then sent, with its manifest last.
+    ``workers`` processes (all cores by default) encode the source part by part, on this machine or on the machines
+    behind ``engine`` (``parts.cluster.open_cluster``). The folder appears only when complete, and its bytes depend
+    neither on ``workers`` nor on interruptions: after a kill, the next build continues from the finished parts.
+    ``progress`` receives the documents and text bytes so far, ``say`` other messages for the user. A folder in a store
+    is built in the cache and then sent, with its manifest last.
 
-    ``duplicates`` requires an additional pass over the source first: equal or similar texts are removed and listed, or
-    kept in the same split. ``comparing`` reports the progress of that pass.
+    ``duplicates`` adds a first pass over the source: equal or similar texts are removed and listed, or kept in the same
+    split. ``comparing`` reports that pass's progress.
 
-    ``chat`` sets how conversations become ids, if the source has any. The folder then records which tokens count. With
-    ``parse_controls`` what spells a control token becomes its id, as in conversations that are rendered already. With
-    ``paragraphs`` the folder records where the paragraphs of its texts begin: after blank lines, or after every line if
-    a text has no blank line.
+    ``chat`` sets how conversations are encoded; the folder then records the tokens in the loss. With
+    ``parse_controls``, control tokens in texts become their ids, for conversations that are already rendered. With
+    ``paragraphs`` the folder records paragraph starts: after blank lines, or after every line if a text has no blank
+    line.
     """
     place = locate(output)
     check_numbers(validation_fraction, shard_tokens, workers)
@@ -180,7 +180,7 @@ def build_shards(
 
 
 def _options(job: Job, source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the options that a manifest records; raise DataError for those that do not suit the source."""
+    """Return the options that a manifest records; raise DataError for options that do not suit the source."""
     options: dict[str, Any] = {
         "validation_fraction": job.validation_fraction,
         "shard_tokens": job.shard_tokens,
@@ -198,7 +198,7 @@ def _options(job: Job, source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _advance(source: Source, progress: Progress | None) -> Advance:
-    """Return a function that updates the bytes read of ``source`` and calls ``progress``."""
+    """Return a callback that updates the source's bytes read and calls ``progress``."""
 
     def advance(done: Advanced) -> None:
         source.bytes_read = done.bytes_read
@@ -211,12 +211,12 @@ def _advance(source: Source, progress: Progress | None) -> Advance:
 def _chat_rule(
     source: Source, chat: ChatRule | None, tokenizer: Tokenizer, output: Location, *, overwrite: bool
 ) -> ChatRule | None:
-    """Return the rule that encodes the source's conversations; None for texts. Raise DataError for an invalid rule."""
+    """Return the rule for encoding conversations; None for texts. Raise DataError for an invalid rule."""
     if source.fields.kind in ("text", PAIRS):
         if chat is not None:
             raise DataError(f"{source.spec} holds no conversations: it has no chat template and no replies.")
         return None
-    # A folder that is already built keeps its date, so that building it again finds it up to date.
+    # A finished folder keeps its date, so that building it again finds it up to date.
     recorded = {}
     if not overwrite and (output / MANIFEST_FILE).is_file():
         recorded = Manifest.load(output).options.get("chat", {})
@@ -238,14 +238,14 @@ def _is_occupied(output: Path, *, overwrite: bool) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Build:
-    """Inputs, options and engine of one build."""
+    """Inputs, options and engine for one build."""
 
     source: Source
     tokenizer: Tokenizer
     sources: list[dict[str, Any]]
-    """Fingerprints."""
+    """Source fingerprints."""
     options: dict[str, Any]
-    """Those of the manifest."""
+    """Options as recorded in the manifest."""
     job: Job
     engine: Engine
     workers: int | None
@@ -259,11 +259,12 @@ class _Build:
         if (output / MANIFEST_FILE).is_file() and not overwrite:
             return self._keep(output)
         check_free(output, overwrite=overwrite)
-        # One folder for each recipe, so that the leftovers of another build do not interfere.
+        # One folder per recipe, so that leftovers from another build do not interfere.
         name = hash_json([self.sources, self.tokenizer.fingerprint, self.options])
         local = outgoing_folder(output) / name
         made = self.make(local, overwrite=False)
         send(local, output, overwrite=overwrite, say=self.say)
+        # Read the counts back from the store, as readers will see them.
         report = _report(output, self.source, differences=made.differences, started=self.started)
         shutil.rmtree(outgoing_folder(output), ignore_errors=True)
         counts = {name: getattr(made, name) for name in ("parts", "parts_found", "spelling", "spelt")}
@@ -276,6 +277,8 @@ class _Build:
             remove_leftovers(output)
             return report
         source, say = self.source, self.say
+        # The recipe hash covers everything that determines the output's bytes, including the division into parts;
+        # finished parts are reused only under the same recipe.
         parts = deal_parts(source.pieces(), part_bytes(self.job.shard_tokens))
         made_from = {"source": self.sources, "tokenizer": self.tokenizer.fingerprint, "options": self.options}
         recipe = made_from | {"parts": hash_parts(parts)}
@@ -284,6 +287,8 @@ class _Build:
                 engine=self.engine, staging=staging, job=self.job, tokenizer=self.tokenizer, workers=self.workers
             )
             outcome = None
+            # Duplicates are decided before encoding, over all parts together: a part alone does not know the documents
+            # in others.
             if self.job.duplicates.finds:
                 outcome = find_duplicates(parts, crew, advance=self.comparing, say=say)
                 source.bytes_read = 0
@@ -292,6 +297,7 @@ class _Build:
             orders = [_order(part, staging, outcome) for part in parts]
             crew.carry_out(orders, records, advance=self.encoding)
             source.bytes_read = source.num_bytes
+            # Source order, not the order in which parts were finished.
             done = [records[part.number] for part in parts]
             differences = self._put_together(staging, done, outcome)
             staging.publish()
@@ -301,19 +307,20 @@ class _Build:
         return replace(report, parts=len(parts), parts_found=found, spelling=spelling, spelt=dict(spelt.most_common()))
 
     def _keep(self, output: Location) -> BuildReport:
-        """Return the report of an existing folder; raise DataError unless this build would produce the same."""
+        """Return an existing folder's report; raise DataError unless this build would produce the same folder."""
         _check_same_recipe(output, sources=self.sources, tokenizer=self.tokenizer, options=self.options)
         return _report(output, self.source, up_to_date=True, exact=self.job.exact, started=self.started)
 
     def _put_together(
         self, staging: Staging, records: list[PartRecord], outcome: Outcome | None
     ) -> Sequence[Difference]:
-        """Assemble all parts into the final folder and return the first differences."""
+        """Assemble all parts into the final folder and return the first round-trip differences."""
         differences = [difference for record in records for difference in record.differences]
-        # These parts may be from an earlier build without --exact.
+        # These parts may come from an earlier build without --exact.
         if self.job.exact and differences:
             raise DataError(explain_inexact(differences[0], self.tokenizer))
         source = self.source
+        # Merge in source order, so that examples do not depend on which worker finished first.
         source.left_out = LeftOut(source.not_listed)
         for record in records:
             source.left_out.merge(record.skipped, record.examples)
@@ -334,7 +341,7 @@ class _Build:
 
 
 def _find_finished(staging: Staging, parts: Sequence[Part], say: Callable[[str], None]) -> dict[int, PartRecord]:
-    """Return the parts that an earlier build has finished, after verifying every byte of them."""
+    """Return the parts that an earlier build finished, after verifying all their bytes."""
     records, damaged = staging.finished(len(parts))
     if records:
         say(f"going on: {len(records)} of {len(parts)} parts are there")
@@ -344,7 +351,7 @@ def _find_finished(staging: Staging, parts: Sequence[Part], say: Callable[[str],
 
 
 def _order(part: Part, staging: Staging, outcome: Outcome | None) -> Order:
-    """Return the order to encode a part, without the documents that ``outcome`` removes."""
+    """Create the order to encode a part, without the documents that ``outcome`` removes."""
     decision = None
     if outcome is not None:
         decision = PartDecision(staging.decisions / part_file(part.number), outcome.documents[part.number])
@@ -354,10 +361,11 @@ def _order(part: Part, staging: Staging, outcome: Outcome | None) -> Order:
 def _check_same_recipe(
     output: Location, *, sources: list[dict[str, Any]], tokenizer: Tokenizer, options: dict[str, Any]
 ) -> None:
-    """Raise ``DataError`` that names the differences unless ``output`` is the result of this build's recipe."""
+    """Raise ``DataError`` with the differences unless ``output`` was built from this recipe."""
     if not (output / MANIFEST_FILE).is_file():
         raise DataError(f"output={output} exists and is not a shard folder. Name another folder.")
     manifest = _checked_manifest(output)
+    # Compare recipes and not shards: builds are deterministic, so an equal recipe gives equal bytes.
     wanted = {"source": sources, "tokenizer": tokenizer.fingerprint, "options": options}
     found = {"source": manifest.sources, "tokenizer": manifest.tokenizer, "options": manifest.options}
     differing = [name for name in wanted if wanted[name] != found[name]]
@@ -367,14 +375,14 @@ def _check_same_recipe(
             "Name another folder, or replace it with --overwrite (overwrite=True)."
         )
     if (output / VALIDATION_FOLDER).exists():
-        # Raises if the split is damaged, since it is then not up to date either.
+        # Raises if the split is damaged, because then it is not up to date either.
         _checked_manifest(output / VALIDATION_FOLDER)
 
 
 def _checked_manifest(folder: Location) -> Manifest:
-    """Return the manifest of a verified folder; in a store, check only that no file is missing or has another size."""
+    """Return the manifest of a verified folder; in a store, check only for missing files and sizes."""
     if isinstance(folder, Path):
-        # All files, since damage may be the reason to build again. Stamped files are not read again.
+        # Check all files, since damage may be the reason to build again. Files verified before are not read again.
         return open_verified(folder, whole=True).manifest
     manifest = Manifest.load(folder)
     there = list_objects(folder)
@@ -392,7 +400,7 @@ def _checked_manifest(folder: Location) -> Manifest:
 
 
 def _say_cut(source: Source, say: Callable[[str], None]) -> None:
-    """Report the directories that are too large for one document."""
+    """Report directories too large for one document."""
     cut = source.cut_directories()
     if cut:
         shown = ", ".join(list(cut)[:_SHOWN_DIRECTORIES])
@@ -413,7 +421,7 @@ def _report(
     exact: bool = False,
     differences: Sequence[Difference] = (),
 ) -> BuildReport:
-    """Return the report of ``output``, read from its manifests; if ``exact``, raise DataError for inexact documents."""
+    """Return the report for ``output`` from its manifests; if ``exact``, raise DataError for inexact documents."""
     training = Manifest.load(output)
     inexact = training.inexact_documents
     held_out = output / VALIDATION_FOLDER
@@ -449,14 +457,12 @@ def _report(
 
 
 def _named(place: Location) -> Path | str:
-    """Return a place in the form that reports use."""
     if isinstance(place, Path):
         return place
     return str(place)
 
 
 def _split_report(folder: Location, manifest: Manifest) -> SplitReport:
-    """Return the counts of one split."""
     return SplitReport(
         folder=_named(folder),
         documents=manifest.documents,

@@ -1,4 +1,4 @@
-"""Checks of a build: its options before it, its documents before they are put together."""
+"""Build checks: options before the build, and documents before the shards are assembled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longctx.tokenizer.contract import Tokenizer
 
 
 def check_paragraphs(source: Source) -> None:
-    """Raise ``DataError`` unless the source has texts."""
+    """Raise ``DataError`` unless the source contains texts."""
     if source.fields.kind != "text":
         kind = "pairs" if source.fields.kind == PAIRS else "conversations"
         raise DataError(f"--paragraphs keeps where those of texts begin, and {source.spec} holds {kind}: leave it out.")
@@ -33,7 +33,7 @@ def check_parsing(source: Source, tokenizer: Tokenizer, *, paragraphs: bool, exa
         raise DataError(
             "--exact compares texts with what their ids spell, and special tokens spell nothing: choose one."
         )
-    # Raises for a tokenizer whose file does not say how they are found.
+    # Raises if the tokenizer's file does not specify how to find control tokens.
     _ = tokenizer.controls
 
 
@@ -48,7 +48,7 @@ def check_numbers(validation_fraction: float, shard_tokens: int, workers: int | 
 
 
 def check_trained(records: list[PartRecord], source: Source, chat: ChatRule) -> None:
-    """Raise ``DataError`` if more conversations are unusable for training than may be left out."""
+    """Raise ``DataError`` if more conversations are unusable for training than the rule allows."""
     counts = {reason: source.left_out.counts[reason] for reason in UNTRAINED if source.left_out.counts[reason]}
     lost = sum(counts.values())
     kept = sum(record.splits[split].documents for record in records for split in SPLITS)

@@ -10,23 +10,23 @@ from data_pipeline.stores.urls import Location
 from longctx.chat.conversation import FIELDS, Conversation
 
 PAIRS = "pairs"
-"""The kind of records with a source and a target."""
+"""Record type with a source and a target."""
 
 
 class DamageError(Exception):
-    """Error of a reader that cannot continue in its file; items yielded before it are valid."""
+    """Error from a reader that cannot continue in its file; items yielded before it are valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and its name: a relative path, with ``:line`` in JSON Lines and ``:row`` in arrays and tables."""
+    """One text with its name: a relative path, with ``:line`` in JSON Lines and ``:row`` in arrays and tables."""
 
     name: str
     text: str
-    """Of a conversation what is said in it (``spoken``), of a pair both sides: by it duplicates are found and lengths
-    are counted."""
+    """For a conversation its messages' text (``spoken``), for a pair both sides; used to find duplicates and to check
+    lengths."""
     conversation: Conversation | None = None
-    """The messages, if the record is a conversation."""
+    """Messages, if the record is a conversation."""
     pair: tuple[str, str] | None = None
     """Source and target, if the record is a pair."""
 
@@ -36,21 +36,22 @@ class Fields:
     """Fields or columns that make up a document."""
 
     text: str = "text"
-    """The field with the text; of pairs with the target."""
+    """Field with the text, or for pairs the target."""
     kind: str = "text"
-    """``text``, ``pairs``, or a kind of conversation: ``messages``, ``conversations`` or ``prompt``."""
+    """``text``, ``pairs``, or a conversation type: ``messages``, ``conversations`` or ``prompt``."""
     source: str = ""
-    """The field with the source, of pairs."""
+    """Field with the source, for pairs."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the fields that a record needs."""
+        """Fields that a record needs."""
         if self.kind == PAIRS:
             return (self.source, self.text)
         return FIELDS.get(self.kind, (self.text,))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a fingerprint; for texts it is unchanged since before other kinds existed."""
+        """Return the fingerprint entry; for texts it equals that of releases without other record types."""
+        # Fingerprints must stay equal across releases, so only non-default values add keys.
         said = {"text_field": self.text}
         if self.kind != "text":
             said["format"] = self.kind
@@ -61,15 +62,15 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A folder (its name ends in ``/``), file, line or row that was left out."""
+    """Folder (its name ends in ``/``), file, line or row that was left out."""
 
     name: str
     reason: str
-    """A few words, such as ``empty`` or ``binary``: skips are counted by them."""
+    """A few words, such as ``empty`` or ``binary``; skips are counted by reason."""
     detail: str = ""
-    """What was found; without absolute paths, so that the same corpus gives the same list everywhere."""
+    """Details without absolute paths, so that the same corpus gives the same list everywhere."""
     is_fault: bool = False
-    """Whether something is wrong with it: a strict reading ends here."""
+    """True if the item is damaged or unusable; strict reading stops here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +78,13 @@ class Format:
     """Format in which a file is read."""
 
     kind: str
-    """``text``, ``lines``, ``json``, ``csv``, ``tsv``, ``parquet`` or ``arrow``; of pairs also ``parallel`` or
-    ``po``.
-    """
+    """``text``, ``lines``, ``json``, ``csv``, ``tsv``, ``parquet``, ``arrow``; for pairs also ``parallel``, ``po``."""
     compression: str = ""
-    """``.gz``, ``.bz2``, ``.xz``, ``.zst`` or nothing."""
+    """``.gz``, ``.bz2``, ``.xz``, ``.zst`` or empty."""
     ending: str = ""
-    """The ending of the name that says so; empty for plain text."""
+    """File suffix that determined the format; empty for plain text."""
     is_meant: bool = False
-    """Whether the user said so, whatever the file looks like."""
+    """True if the user set the format explicitly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +93,12 @@ class File:
 
     path: Location
     name: str
-    """Path relative to the source, with ``/`` on every system; bytes that are not UTF-8 are spelt ``\\xNN``."""
+    r"""Path relative to the source, with ``/`` on every system; bytes that are not UTF-8 are written ``\xNN``."""
     size: int
     """Bytes on disk."""
     format: Format = field(default_factory=lambda: Format("text"))
     other: File | None = None
-    """Of lines that are one side of pairs the file with the other."""
+    """File with the other side, if this file's lines are one side of pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,41 +106,42 @@ class Joined:
     """Text files that become one document, in order."""
 
     name: str
-    """The document's name."""
+    """Document name."""
     files: tuple[File, ...]
     header: str = ""
-    """Template of a line above each file (``joining.Join``); empty: files follow each other directly."""
+    """Template for a line above each file (``joining.Join``); empty: files follow each other directly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Unit of reading: a file, a run of complete records of a large file, or several joined files."""
+    """Unit of reading: a file, consecutive complete records in a large file, or several joined files."""
 
     file: File
-    """The first one, where files are joined."""
+    """The file, or the first one if several are joined."""
     start: int = 0
-    """Where it begins: a byte of JSON Lines, a row group of Parquet; 0 in all other files."""
+    """Start: byte offset in JSON Lines, row group in Parquet; 0 for all other files."""
     stop: int | None = None
-    """Where it ends; None for a file that is not cut."""
+    """End (exclusive); None for a file that is not split."""
     first: int = 0
-    """Records of the file before it."""
+    """Records in the file before this piece."""
     size: int = 0
-    """About how many of the file's bytes on disk it is."""
+    """Approximate bytes on disk."""
     joined: Joined | None = None
-    """The files, where it is several."""
+    """Joined files, if there are several."""
 
 
 def whole(file: File) -> Piece:
-    """Return the file as one piece."""
+    """Return a piece that covers a complete file."""
     return Piece(file, size=file.size)
 
 
 Item = Document | Skip
 
 Progress = Callable[[int, int], None]
-"""A function that takes the number of documents and of bytes of text done so far."""
+"""Callback that receives the documents and text bytes processed so far."""
 
 
+# Suffixes decide the format, so that a listing needs no reads.
 _KINDS = {
     ".jsonl": "lines",
     ".jsonlines": "lines",
@@ -164,15 +164,16 @@ _COMPRESSIONS = {
     ".zstd": ".zst",
 }
 READABLE = f"text, {', '.join(_KINDS)}, each also {', '.join(_COMPRESSIONS)}"
-"""What a source may hold, for messages."""
+"""Readable formats, for messages."""
 
 
 def find_format(name: str, *, read_as: str = "") -> Format:
-    """Return the format of a file of this name, or the one that ``read_as`` sets, ``text`` or ``json``.
+    """Return the format for a file name, or the one that ``read_as`` (``text`` or ``json``) sets.
 
-    In either case the name determines the compression.
+    The name determines the compression in both cases.
     """
     lowered = name.lower()
+    # Strip the compression's suffix first: the one before it decides the format.
     packed = next((ending for ending in _COMPRESSIONS if lowered.endswith(ending)), "")
     compression = _COMPRESSIONS.get(packed, "")
     if read_as:

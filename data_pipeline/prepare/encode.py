@@ -1,4 +1,4 @@
-"""Encoding of documents to token ids on all cores, with a check of each that its ids decode to its text."""
+"""Document encoding to token ids, with a check that each document's ids decode to its text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Difference:
 
     name: str
     character: int
-    """Index in the text."""
+    """Character index in the text."""
     before: str
     after: str
 
@@ -38,7 +38,7 @@ class _Document:
     name: str
     parts: list[np.ndarray]
     begins: list[int]
-    """The parts that a paragraph begins with, the first one left out."""
+    """Indices of parts that start a paragraph, except the first paragraph."""
     hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
     text_bytes: int = 0
     characters: int = 0
@@ -52,11 +52,14 @@ def encode_documents(
     *,
     paragraphs: bool = False,
 ) -> Iterator[tuple[EncodedDocument, Difference | None]]:
-    """Yield each document's tokens, in order, with the first difference of its decoded text, or None if it round-trips.
+    """Yield each document's tokens, in order, with the first round-trip difference, if any.
 
-    With ``paragraphs`` each paragraph is encoded separately, and the document records the token at which each begins.
-    Apart from one document's text and ids, memory holds ``group_characters`` of text and the library's buffers for it.
+    With ``paragraphs``, each paragraph is encoded separately and the document records each paragraph's start token.
+    Memory holds one document's text and ids, ``group_characters`` characters of text, and the library's buffers for
+    them.
     """
+    # Long documents are split into chunks and short ones grouped, so that every library call encodes about
+    # ``group_characters`` in parallel, whatever the documents' lengths.
     open_documents: list[_Document] = []
     group: list[tuple[_Document, Chunk]] = []
     size = 0
@@ -82,7 +85,8 @@ _BLANK_LINE, _LINE_END = re.compile(r"\r?\n[ \t]*\r?\n\s*"), re.compile(r"(?:\r?
 
 
 def paragraphs_of(text: str) -> list[str]:
-    """Return the text split after each blank line, or if it has none after each line; the parts add up to the text.
+    """Split a text after each blank line, or after each line if it has no blank line; the parts concatenate to the
+    text.
 
     No part is blank: leading white space belongs to the first paragraph.
     """
@@ -94,7 +98,7 @@ def paragraphs_of(text: str) -> list[str]:
 
 
 def _chunks(texts: Sequence[str], tokenizer: Tokenizer, begins: list[int]) -> Iterator[Chunk]:
-    """Yield the chunks of consecutive texts; append to ``begins`` the first part of each text but the first."""
+    """Yield the chunks of consecutive texts; append each later text's first part index to ``begins``."""
     # Part 0 holds the tokenizer's prefix tokens.
     parts = 1
     for number, text in enumerate(texts):
@@ -106,7 +110,7 @@ def _chunks(texts: Sequence[str], tokenizer: Tokenizer, begins: list[int]) -> It
 
 
 def _encode_group(group: list[tuple[_Document, Chunk]], tokenizer: Tokenizer) -> None:
-    """Encode chunks of one or several documents at once, and compare their decoded ids."""
+    """Encode chunks from one or several documents in one call, and compare their decoded ids."""
     chunks = [chunk for _, chunk in group]
     encoded = tokenizer.encode_chunks(chunks)
     inexact = find_inexact(encoded, chunks, tokenizer)
@@ -121,11 +125,11 @@ def _encode_group(group: list[tuple[_Document, Chunk]], tokenizer: Tokenizer) ->
 
 
 def find_inexact(ids: Sequence[np.ndarray], chunks: Sequence[Chunk], tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the decoded text of the chunks that do not round-trip, keyed by the chunk's number."""
+    """Return the decoded text for chunks that do not round-trip, keyed by chunk index."""
     numbers = list(range(len(chunks)))
     spelling = tokenizer.spelling
     if spelling is not None:
-        # Decoding costs an eighth of encoding: decode only chunks that the table does not prove exact.
+        # Decoding costs an eighth of encoding, so decode only chunks that the piece table does not prove exact.
         numbers = [number for number in numbers if not spelling.spells(ids[number], chunks[number].text)]
     if not numbers:
         return {}
@@ -134,7 +138,7 @@ def find_inexact(ids: Sequence[np.ndarray], chunks: Sequence[Chunk], tokenizer: 
 
 
 def _first_difference(document: _Document, text: str, decoded: str) -> Difference:
-    """Return the first character of a chunk that differs, with its index in the document."""
+    """Locate the first differing character in a chunk, with its index in the document."""
     pairs = enumerate(zip(text, decoded, strict=False))
     at = next((i for i, (before, after) in pairs if before != after), min(len(text), len(decoded)))
     return Difference(
@@ -148,12 +152,12 @@ def _first_difference(document: _Document, text: str, decoded: str) -> Differenc
 def _finished(
     documents: list[_Document], tokenizer: Tokenizer, *, paragraphs: bool
 ) -> Iterator[tuple[EncodedDocument, Difference | None]]:
-    """Yield the fully encoded documents."""
+    """Yield the completely encoded documents."""
     for document in documents:
         document.parts.append(_small(tokenizer.ends_with, tokenizer))
         begins = None
         if paragraphs:
-            # A paragraph of spaces may have no token.
+            # A paragraph of spaces may have no token, which repeats its start: keep distinct starts.
             begins = np.unique(np.cumsum([0, *map(len, document.parts)], dtype=np.int64)[document.begins])
         encoded = EncodedDocument(
             tokens=np.concatenate(document.parts),
@@ -166,6 +170,6 @@ def _finished(
 
 
 def _small(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the ids in a shard's dtype: two bytes each for a small vocabulary."""
+    """Convert ids to the shards' dtype: two bytes each for a small vocabulary."""
     assert not len(ids) or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
     return ids.astype(token_dtype(tokenizer.vocab_size))

@@ -1,4 +1,4 @@
-"""Texts that spell control tokens of the tokenizer, such as conversations that a chat template has rendered."""
+"""Texts that contain control tokens as characters, such as conversations already rendered with a chat template."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from longctx.tokenizer.rendered import encode_rendered
 
 
 class SpeltControls:
-    """Counter of the documents that spell a control token, and of those that spell each."""
+    """Counts documents with control tokens in their text, in total and per token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         pieces = {tokenizer.piece(token): token for token in np.flatnonzero(tokenizer.is_control).tolist()}
-        # An id that no text spells has an empty piece.
+        # Ids without a text form have an empty piece.
         self._finder = ControlFinder({text: AddedToken(token) for text, token in pieces.items() if len(text) > 2})
         self._tokenizer = tokenizer
         self.documents = 0
         self.by_token: Counter[str] = Counter()
 
     def noting(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yield the documents, and count them."""
+        """Yield the documents unchanged while counting them."""
         for document in documents:
             found = {self._tokenizer.piece(token) for _, _, token in self._finder.find(document.text)}
             self.documents += bool(found)
@@ -39,16 +39,17 @@ class SpeltControls:
 def encode_parsed(
     documents: Iterable[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[EncodedDocument, Difference | None]]:
-    """Yield each document's tokens, in order; what spells a control token becomes its id.
+    """Yield each document's tokens, in order; control tokens in the text become their ids.
 
-    The ids are those of transformers' ``tokenizer(text, add_special_tokens=False)`` between document begin and end,
-    which a text that has them already does not get twice. Raise DataError for a tokenizer whose file does not say how
-    its control tokens are found.
+    The ids equal transformers' ``tokenizer(text, add_special_tokens=False)``, wrapped in document begin and end tokens
+    unless the text already has them. Raises DataError if the tokenizer's file does not specify how to find control
+    tokens.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     for document in documents:
         raw = document.text.encode()
         ids = encode_rendered(tokenizer, document.text).ids
+        # Rendered conversations usually contain begin and end tokens already.
         before, after = tokenizer.begins_with, tokenizer.ends_with
         if len(ids) and np.array_equal(ids[: len(before)], before):
             before = before[:0]

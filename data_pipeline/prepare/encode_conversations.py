@@ -1,4 +1,4 @@
-"""Encoding of conversations to token ids with a chat template, including the runs of tokens that count."""
+"""Conversation encoding to token ids with a chat template, including the token runs in the loss."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from longctx.chat.encode import ChatEncoder, NotCountedError
 def encode_conversations(
     documents: Iterable[Document], encoder: ChatEncoder, leave_out: Callable[[Skip], None]
 ) -> Iterator[tuple[EncodedDocument, Difference | None]]:
-    """Yield the documents of each conversation, in order; call ``leave_out`` with the reason for each unusable one.
+    """Yield each conversation's documents, in order; call ``leave_out`` with the reason for each unusable one.
 
-    A conversation becomes one document or several, which all have the hash of its spoken text. Raises DataError if the
+    A conversation becomes one or several documents, all with the hash of its message text. Raises DataError if the
     template is rejected entirely.
     """
     dtype = token_dtype(encoder.tokenizer.vocab_size)
     try:
         for document in documents:
             assert document.conversation is not None, "a source has conversations alone, or none"
+            # One hash for all documents from a conversation, so that they are in the same split.
             spoken = xxhash.xxh3_64_intdigest(document.text.encode())
             for found in chat_documents(document.conversation, encoder):
                 if isinstance(found, NotCountedError):

@@ -1,4 +1,4 @@
-"""Encoding of pairs to token ids: the source for the encoder, and the target."""
+"""Pair encoding to token ids: a source for the encoder and a target for the decoder."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from longctx.tokenizer.sides import start_of_targets
 def encode_pairs(
     documents: Iterable[Document], tokenizer: Tokenizer, group_characters: int = GROUP_CHARACTERS
 ) -> Iterator[tuple[EncodedDocument, Difference | None]]:
-    """Yield the tokens of each pair, in order, with the first difference of a side, or None if both sides round-trip.
+    """Yield each pair's tokens, in order, with the first round-trip difference on either side, if any.
 
     A target begins with ``start_of_targets``.
     """
     start = start_of_targets(tokenizer)
     encoded = encode_documents(_sides(documents), tokenizer, group_characters)
-    # Source and target follow each other.
+    # Source and target follow each other, so two reads from one iterator give a pair.
     for (source, first), (target, second) in zip(encoded, encoded, strict=True):
-        # Two pairs are equal if both sides are: this hash is used to find duplicates.
+        # Two pairs are equal if both sides are equal; duplicates are found by this hash.
         both = xxhash.xxh3_64_intdigest(source.hash.to_bytes(8, "little") + target.hash.to_bytes(8, "little"))
         tokens = target.tokens
         if tokens[0] != start or not len(tokenizer.begins_with):
@@ -36,7 +36,7 @@ def encode_pairs(
 
 
 def _sides(documents: Iterable[Document]) -> Iterator[Document]:
-    """Yield the two texts of each pair, one after the other."""
+    """Yield each pair's two texts, source first."""
     for document in documents:
         assert document.pair is not None, "a source has pairs alone, or none"
         for text in document.pair:

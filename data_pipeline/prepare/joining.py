@@ -1,6 +1,6 @@
-"""Joining of a directory's files into one long document: which files, its name, and its cuts if it would be too long.
+"""Joining a directory's files into one long document: file selection, names, and cuts if it would be too long.
 
-A pure function of the listing, so a document is the same on every machine.
+A pure function of the listing, so documents are the same on every machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from data_pipeline.prepare.documents import File, Joined, Piece
 from longctx.errors import DataError
 
 DEFAULT_JOIN_BYTES = 1 << 25
-"""Bytes of a document's files: about ten million tokens of code."""
+"""File bytes per document: about ten million tokens of code."""
 
 _FIELDS = ("path", "directory", "name")
 _TRY = r"Try --join-header '# {path}\n'."
@@ -25,12 +25,12 @@ class Join:
     """Rule for joining text files into documents by directory."""
 
     depth: int = 0
-    """Directories from the source down that count: with 1 all that is below a directory of the source is one document.
-    0: every directory by itself, with the files that lie directly in it."""
+    """Directory levels below the source that separate documents: 1 joins everything below each top-level directory. 0:
+    each directory separately, with the files directly in it."""
     most_bytes: int = DEFAULT_JOIN_BYTES
-    """Bytes of the files of one document, at most, unless one file alone has more."""
+    """Maximum file bytes per document, unless a single file has more."""
     header: str = ""
-    """Template of a line above each file: ``{path}``, ``{directory}`` and ``{name}`` are those of the file."""
+    """Template for a line above each file, with the file's ``{path}``, ``{directory}`` and ``{name}``."""
 
     def __post_init__(self) -> None:
         """Raise DataError for invalid values."""
@@ -42,11 +42,11 @@ class Join:
             _check_header(self.header)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a fingerprint: other values give other documents."""
+        """Return the fingerprint entry: other values give other documents."""
         return {"by": "directory", "depth": self.depth, "bytes": self.most_bytes, "header": self.header}
 
     def directory_of(self, name: str) -> str:
-        """Return the directory whose document contains a file of this relative path, with ``/`` at its end."""
+        """Return the directory whose document contains the file at this relative path, with a trailing ``/``."""
         folders = name.split("/")[:-1]
         if self.depth:
             folders = folders[: self.depth]
@@ -54,15 +54,16 @@ class Join:
 
 
 def join_pieces(pieces: Iterable[Piece], join: Join) -> Iterator[Piece]:
-    """Yield the pieces with text files joined by directory, each where its first file was; keep all others.
+    """Yield the pieces with text files joined by directory at the position of each directory's first file.
 
-    A directory with more than ``join.most_bytes`` is cut between files: its documents are then named after their first
-    files.
+    Other pieces stay as they are. A directory with more than ``join.most_bytes`` is cut between files, and its
+    documents are named after their first files.
     """
     found: dict[str, list[File]] = {}
+    # A string is a directory's placeholder: its document is complete only after the last piece.
     order: list[Piece | str] = []
     for piece in pieces:
-        # Records of tables have texts of their own.
+        # Table rows are separate texts, so tables are never joined.
         if piece.file.format.kind != "text":
             order.append(piece)
             continue
@@ -79,19 +80,19 @@ def join_pieces(pieces: Iterable[Piece], join: Join) -> Iterator[Piece]:
 
 
 def begin_of(joined: Joined, file: File, before: str) -> str:
-    """Return the text inserted before a file in its document; ``before`` is the text of the previous file."""
+    """Return the text inserted before a file in its document; ``before`` is the previous file's text."""
     if not joined.header:
         return ""
     directory, _, name = file.name.rpartition("/")
     header = joined.header.format(path=file.name, directory=directory, name=name)
-    # A header begins on a new line.
+    # A header starts on a new line.
     if before and not before.endswith("\n"):
         header = "\n" + header
     return header
 
 
 def cut_directories(pieces: Iterable[Piece], join: Join) -> dict[str, int]:
-    """Return the directories that are too large for one document, and the number of documents of each."""
+    """Count the documents per directory, for directories too large for a single document."""
     counts: dict[str, int] = {}
     for piece in pieces:
         if piece.joined is not None:
@@ -101,8 +102,7 @@ def cut_directories(pieces: Iterable[Piece], join: Join) -> dict[str, int]:
 
 
 def _documents(directory: str, files: list[File], join: Join) -> Iterator[Piece]:
-    """Yield a directory's documents."""
-    # By size on disk, which is known before anything is read: cuts must not depend on the reader.
+    # Cut by size on disk, which is known before anything is read: cuts must not depend on the reader.
     cuts: list[list[File]] = [[]]
     size = 0
     for file in files:
@@ -120,7 +120,7 @@ def _documents(directory: str, files: list[File], join: Join) -> Iterator[Piece]
 
 
 def _check_header(header: str) -> None:
-    """Raise DataError if a template is malformed, has an unknown field, or does not name the file."""
+    """Raise DataError if a template is malformed, has an unknown field, or does not identify the file."""
     try:
         fields = [(field, spec, how) for _, field, spec, how in string.Formatter().parse(header) if field is not None]
     except ValueError as error:

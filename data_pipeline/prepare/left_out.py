@@ -1,4 +1,4 @@
-"""Records that a source left out: counts, a few names for each reason, and the full list in a file."""
+"""Skipped records from a source: counts, a few names per reason, and the full list in a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXAMPLES = 3
 
 
 class LeftOut:
-    """Counts by reason, and the first few names."""
+    """Counts by reason, with the first few names."""
 
     def __init__(self, skips: Iterable[Skip] = ()) -> None:
         self.counts: Counter[str] = Counter()
@@ -36,19 +36,19 @@ class LeftOut:
             names.append(shown)
 
     def merge(self, counts: Mapping[str, int], examples: Mapping[str, Sequence[str]]) -> None:
-        """Add the counts and examples of later skips."""
+        """Add the counts and examples from later skips."""
         self.counts.update(counts)
         for reason, names in examples.items():
             known = self.examples.setdefault(reason, [])
             known += names[: _EXAMPLES - len(known)]
 
     def lines(self) -> list[str]:
-        """Return a line for each reason: its count and first names."""
+        """Return one line per reason with its count and first names."""
         return left_out_lines(self.counts, self.examples)
 
 
 def left_out_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line for each reason: its count and known names."""
+    """Return one line per reason with its count and known names."""
     lines = []
     for reason, count in sorted(counts.items()):
         line = f"{count:,} {reason}"
@@ -74,24 +74,25 @@ class LeftOutFile:
         entry = {"name": skip.name, "reason": skip.reason}
         if skip.detail:
             entry["detail"] = skip.detail
+        # Details may contain lone surrogates, which UTF-8 cannot encode.
         line = json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         self._write(line)
 
     def append(self, path: Path) -> None:
-        """Append the lines of another list of skips."""
+        """Append another list's lines."""
         with path.open("rb") as lines:
             while block := lines.read(1 << 20):
                 self._write(block)
 
     def close(self) -> str:
-        """Close the file and return its xxh3_128; empty if nothing was left out."""
+        """Close the file and return its xxh3_128 checksum; empty if nothing was left out."""
         if self._file is None:
             return ""
         self._file.close()
         return self._digest.hexdigest()
 
     def _write(self, content: bytes) -> None:
-        # Immediately, not at the end: a list of every null of a large corpus would not fit into memory.
+        # Write immediately: a list with every null in a large corpus would not fit into memory.
         if self._file is None:
             self._file = self._path.open("wb")
         self._digest.update(content)
@@ -99,7 +100,7 @@ class LeftOutFile:
 
 
 def read_left_out(folder: Location) -> LeftOut:
-    """Return the skips listed in a shard folder's file; empty if it has no such file."""
+    """Return the skips listed in a shard folder's file; empty if the file does not exist."""
     path = folder / LEFT_OUT_FILE
     if not path.exists():
         return LeftOut()

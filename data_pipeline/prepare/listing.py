@@ -1,4 +1,4 @@
-"""Files of a folder, or objects below a URL: links are followed once, and skipped files listed with their reason."""
+"""Lists a folder's files, or objects below a URL; links are followed once, and skipped files recorded with a reason."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class Selection:
     """Glob patterns; ``*`` also crosses folders, and a folder's own path stands for everything below it."""
 
     include: Sequence[str] = ()
-    """Only what matches one of these is read; empty: everything."""
+    """Read only files that match one of these; empty: all files."""
     exclude: Sequence[str] = ()
     as_text: Sequence[str] = ()
-    """Files that are read as plain text, whatever their ending says."""
+    """Files read as plain text, whatever their suffix."""
     as_json: Sequence[str] = ()
-    """Files that are read as JSON: lines, an array or values, unless they are read as text."""
+    """Files read as JSON (lines, an array or values), unless they are read as text."""
     _used: set[str] = field(default_factory=set, init=False, compare=False)
     _excluded_folders: list[str] = field(default_factory=list, init=False, compare=False)
 
     def includes(self, name: str) -> bool:
-        """Return whether the file is among the requested ones."""
+        """Return whether ``include`` selects the file."""
         return not self.include or self._matches(name, self.include)
 
     def excludes(self, name: str) -> bool:
-        """Return whether the file is excluded."""
+        """Return whether ``exclude`` matches the file."""
         return self._matches(name, self.exclude)
 
     def excludes_folder(self, name: str) -> bool:
-        """Return whether the folder is excluded with everything below it."""
+        """Return whether ``exclude`` matches the folder and so everything below it."""
         is_excluded = self._matches(name, self.exclude)
         if is_excluded:
             self._excluded_folders.append(name)
         return is_excluded
 
     def read_as(self, name: str) -> str:
-        """Return the format to read the file as, ``text`` or ``json``; empty if its ending decides."""
+        """Return the format for the file, ``text`` or ``json``; empty if its suffix decides."""
         if self._matches(name, self.as_text):
             return "text"
         if self._matches(name, self.as_json):
@@ -55,12 +55,12 @@ class Selection:
         return ""
 
     def unused(self) -> list[str]:
-        """Return the patterns that have matched nothing so far, which are usually typing errors."""
+        """Return the patterns without a match so far, usually typing errors."""
         patterns = (*self.include, *self.exclude, *self.as_text, *self.as_json)
         return [pattern for pattern in patterns if pattern not in self._used and not self._lies_below(pattern)]
 
     def _matches(self, name: str, patterns: Sequence[str]) -> bool:
-        """Return whether a pattern matches a file, or a folder above it."""
+        """Return whether a pattern matches a file or a folder above it, and record the match."""
         found = [pattern for pattern in patterns if _match(name, pattern)]
         self._used.update(found)
         return bool(found)
@@ -71,34 +71,35 @@ class Selection:
 
 
 def _match(name: str, pattern: str) -> bool:
+    # fnmatchcase, because matches must not depend on the platform's case rules.
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.rstrip("/") + "/*")
 
 
 _NEVER = {"site-packages", "dist-packages", "__pycache__"}
 
 Identity = tuple[int, int]
-"""Device and inode: what a folder is, whatever path leads to it."""
+"""Device and inode: identifies a folder whatever path leads to it."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Files found below a path, and the entries left out."""
+    """Files below a path, and skipped entries."""
 
     files: list[File] = field(default_factory=list)
     left_out: list[Skip] = field(default_factory=list)
 
     def in_order(self) -> Listing:
-        """Return the same sorted by relative path: documents must not depend on the file system's order."""
+        """Return the listing sorted by relative path: documents must not depend on the file system's order."""
         files = sorted(self.files, key=lambda file: (file.name, os.fsencode(str(file.path))))
         return Listing(files, sorted(self.left_out, key=lambda skip: (skip.name, skip.reason)))
 
 
 def list_files(root: Path, selection: Selection, *, python_only: bool) -> Listing:
-    """Return the files below ``root`` by relative path; if ``root`` is a file, the list is that file.
+    """List the files below ``root`` by relative path; if ``root`` is a file, the list contains only that file.
 
-    A link to a folder is followed, unless that folder is already read under another name: real folders come first, then
-    links by their relative path, so cycles end and no file is read twice. ``python_only`` takes only ``.py`` files, and
-    follows no link to a folder.
+    A link to a folder is followed unless that folder is already read under another name. Real folders come first, then
+    links by their relative path, so cycles end and each file is read once. ``python_only`` takes only ``.py`` files and
+    follows no links to folders.
     """
     walk = Walk(selection, python_only=python_only)
     if root.is_dir():
@@ -122,13 +123,14 @@ class Walk:
         self._links: list[tuple[str, Path]] = []
 
     def enter(self, folder: Path, name: str, *, is_linked: bool) -> None:
-        """List a folder and all below it. If a link led here, skip folders that were already entered."""
+        """List a folder and everything below it. If a link led here, skip folders that were already entered."""
+        # Iterative: folders may nest deeper than Python's recursion limit.
         pending = [(folder, name)]
         while pending:
             folder, name = pending.pop()
             try:
                 identity = _identity(folder)
-                # Only behind a link: some file systems give every folder the same inode.
+                # Only for linked folders: some file systems give every folder the same inode.
                 if is_linked and identity in self._entered:
                     self.leave_out(name, "linked folder that is read already")
                     continue
@@ -139,12 +141,13 @@ class Walk:
 
     def follow_links(self) -> None:
         """Enter the folders that links lead to, including links found there."""
+        # Smallest path first: which of several links to a folder wins does not depend on the directory order.
         while self._links:
             name, folder = heapq.heappop(self._links)
             self.enter(folder, name, is_linked=True)
 
     def add_file(self, path: Location, name: str, size: int) -> None:
-        """Add a file, unless the patterns exclude it."""
+        """Add a file unless the patterns exclude it."""
         if self._selection.excludes(name):
             self.leave_out(name, "excluded")
         elif not self._selection.includes(name):
@@ -156,9 +159,10 @@ class Walk:
             self.found.files.append(File(path, name, size, find_format(name, read_as=read_as)))
 
     def _list(self, folder: Path, prefix: str) -> list[tuple[Path, str]]:
-        """Process the entries of one folder and return its real subfolders."""
+        """Process one folder's entries and return its real subfolders."""
         folders: list[tuple[Path, str]] = []
         with os.scandir(folder) as entries:
+            # Read all entries first: a metadata file decides about the others.
             listed = list(entries)
         not_data = {}
         if not self._python_only:
@@ -167,6 +171,7 @@ class Walk:
             path, name = Path(entry.path), prefix + _shown(entry.name)
             if entry.name in not_data:
                 self.leave_out(name, not_data[entry.name])
+            # is_dir follows links, so linked folders are handled here too.
             elif _holds(entry.is_dir):
                 if self._python_only and (entry.name in _NEVER or entry.is_symlink()):
                     continue
@@ -181,7 +186,7 @@ class Walk:
 
     def enter_objects(self, path: ObjectPath, prefix: str, folder: _Folder) -> None:
         """Add a store folder's contents, or record why they are skipped. A store has no links and no devices."""
-        # Its descriptions are small objects, read here as in a local folder.
+        # Metadata files are small objects, read here as in a local folder.
         not_data = self._not_data(path, prefix, list(folder.sizes))
         for name, size in folder.sizes.items():
             if name in not_data:
@@ -195,7 +200,7 @@ class Walk:
                 self.enter_objects(path / name, f"{prefix}{name}/", below)
 
     def _not_data(self, folder: Location, prefix: str, names: list[str]) -> dict[str, str]:
-        """Return the files without documents according to the metadata of ``datasets``, each with the reason."""
+        """Return the files without documents according to ``datasets`` metadata, each with the reason."""
         dataset = find_dataset(folder, names)
         for missing in dataset.missing:
             self.leave_out(prefix + missing, "missing", "state.json lists it", is_fault=True)
@@ -206,14 +211,14 @@ class Walk:
         if own_name.startswith(".") and not self._python_only:
             self.leave_out(f"{name}/", "hidden")
             return False
-        # Before walking into it: an excluded folder may be huge or unreadable.
+        # Check before entering it: an excluded folder may be huge or unreadable.
         if self._selection.excludes_folder(name):
             self.leave_out(f"{name}/", "excluded")
             return False
         return True
 
     def _list_file(self, entry: os.DirEntry[str], path: Path, name: str) -> None:
-        """Add an entry that is not a folder, or record why it is skipped."""
+        """Add a non-folder entry, or record why it is skipped."""
         if self._python_only and path.suffix != ".py":
             return
         if entry.name.startswith(".") and not self._python_only:
@@ -233,7 +238,7 @@ class Walk:
 
 
 def _holds(test: Callable[[], bool]) -> bool:
-    """Return the result of ``is_dir`` or ``is_file``; False for a link cycle."""
+    """Call ``is_dir`` or ``is_file``; return False for a link cycle."""
     try:
         return test()
     except OSError:
@@ -246,21 +251,22 @@ def _identity(folder: Path) -> Identity:
 
 
 def _shown(name: str) -> str:
-    """Return a file's name as text: its bytes are usually UTF-8, but need not be."""
+    """Decode a file name to text: its bytes are usually but not always UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 @dataclass
 class _Folder:
-    """Contents of one folder of a store."""
+    """Contents of one store folder."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     folders: dict[str, _Folder] = field(default_factory=dict)
 
 
 def list_source(root: ObjectPath, selection: Selection) -> Listing:
-    """Return the objects below ``root`` by relative path; if ``root`` is an object, the list is that object."""
+    """List the objects below ``root`` by relative path; if ``root`` is an object, the list contains only it."""
     walk = Walk(selection, python_only=False)
+    # A store may have both an object and a prefix with this name; the object takes precedence.
     size = size_of(root)
     if size is not None:
         walk.add_file(root, root.name, size)
@@ -270,7 +276,7 @@ def list_source(root: ObjectPath, selection: Selection) -> Listing:
 
 
 def _tree(sizes: dict[str, int]) -> _Folder:
-    """Return the tree of folders, which a store has only as prefixes of names."""
+    """Build the folder tree, which a store has only as name prefixes."""
     top = _Folder()
     for path, size in sizes.items():
         folder = top
@@ -287,33 +293,34 @@ _DESCRIPTIONS = (_STATE, "dataset_info.json", "dataset_dict.json")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Metadata of a folder written by ``save_to_disk`` or of a cache folder of ``datasets``."""
+    """Metadata in a folder written by ``save_to_disk``, or in a ``datasets`` cache folder."""
 
     not_data: dict[str, str] = field(default_factory=dict)
-    """Names of files that hold no documents, with the reason."""
+    """Files without documents, with the reason."""
     missing: list[str] = field(default_factory=list)
-    """Data files that are listed and not there."""
+    """Data files that are listed but missing."""
 
 
 def find_dataset(folder: Location, names: Sequence[str]) -> Dataset:
-    """Return the metadata of a folder with files of these ``names``; empty if it holds no data set."""
-    # A Git LFS pointer describes nothing: it is listed as a file, and skipped for that reason.
+    """Return a folder's ``datasets`` metadata, given its file names; empty if it contains no data set."""
+    # A Git LFS pointer contains no metadata: it is listed as a file and skipped as a pointer.
     described = [name for name in _DESCRIPTIONS if name in names and not is_pointer(_content(folder / name))]
     tables = [name for name in names if name.endswith(".arrow")]
+    # A metadata file alone does not make a data set.
     if not described or not (tables or _lists_splits(folder, described)):
         return Dataset()
     not_data = dict.fromkeys(described, "description of a data set")
     data_files = _data_files(folder, described)
-    # The cache of `datasets` has no state.json: each of its tables is data.
+    # The `datasets` cache has no state.json: each of its tables is data.
     if data_files is None:
         return Dataset(not_data, [])
-    # Caches of `map` and `filter` next to the data would give its documents a second time.
+    # `map` and `filter` caches next to the data would repeat its documents.
     not_data.update((name, "not listed in state.json") for name in tables if name not in data_files)
     return Dataset(not_data, sorted(data_files - set(names)))
 
 
 def _data_files(folder: Location, described: Sequence[str]) -> set[str] | None:
-    """Return the data files that ``state.json`` lists; None if it lists none."""
+    """Return the data files that ``state.json`` lists, if it exists and is valid."""
     if _STATE not in described:
         return None
     state = _read_object(folder / _STATE)
@@ -326,12 +333,12 @@ def _data_files(folder: Location, described: Sequence[str]) -> set[str] | None:
 
 
 def _lists_splits(folder: Location, described: Sequence[str]) -> bool:
-    """Return whether the folder's description lists several splits, which are in separate folders."""
+    """Return whether the folder's metadata lists several splits, which are in separate folders."""
     return "dataset_dict.json" in described and "splits" in _read_object(folder / "dataset_dict.json")
 
 
 def _read_object(path: Location) -> dict[str, Any]:
-    """Return the JSON object in a file, empty if there is none."""
+    """Return the JSON object in a file; empty if the file is not one."""
     try:
         value = json.loads(_content(path))
     except ValueError:
@@ -342,7 +349,7 @@ def _read_object(path: Location) -> dict[str, Any]:
 
 
 def _content(path: Location) -> bytes:
-    """Return a file's bytes, empty if it cannot be read."""
+    """Return a file's bytes; empty if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError:

@@ -1,7 +1,7 @@
-"""Sending of a shard folder to a store, or packing of it: shards first, the manifest last.
+"""Sends a shard folder to a store, or packs it: shards first, the manifest last.
 
-A reader of the store sees no folder before all of it has arrived. The folder being sent records the files that have
-arrived, so that an interrupted transfer continues.
+Readers see no folder in the store before all files have arrived. The local folder records the files that have arrived,
+so that an interrupted transfer continues.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Say = Callable[[str], None]
 
 
 def outgoing_folder(to: ObjectPath) -> Path:
-    """Return the folder in the user's cache where a transfer to this place is prepared, until it has arrived."""
+    """Return the cache folder for preparing a transfer to this location; it is removed after the transfer."""
     return cache_folder() / "outgoing" / hash_json(str(to))
 
 
 def pack(
     folder: Path, output: str | Path | ObjectPath, *, level: int = DEFAULT_LEVEL, overwrite: bool, say: Say
 ) -> int:
-    """Write a packed shard folder, locally or in a store, and return the bytes of its shards.
+    """Write a packed shard folder, locally or in a store, and return its shards' bytes.
 
-    It is read like any other: each shard is unpacked into the cache when it is first used. Raises DataError if the
+    Readers treat it like any other folder: each shard is unpacked into the cache at first use. Raises DataError if the
     folder is damaged.
     """
     if level not in LEVELS:
@@ -55,7 +55,7 @@ def pack(
             return _pack_into(folder, staging, level=level, say=say)
     check_free(place, overwrite=overwrite)
     ready = outgoing_folder(place) / f"{Manifest.load(folder).hash}-{level}"
-    # Already there if an earlier transfer was interrupted.
+    # Present already if an earlier transfer was interrupted.
     if not (ready / MANIFEST_FILE).is_file():
         with staged_folder(ready) as staging:
             _pack_into(folder, staging, level=level, say=say)
@@ -66,7 +66,7 @@ def pack(
 
 
 def check_free(to: ObjectPath, *, overwrite: bool) -> None:
-    """Raise DataError if a store has foreign files there, or a complete shard folder unless ``overwrite``."""
+    """Raise DataError if a store contains unrelated files there, or a complete shard folder unless ``overwrite``."""
     there = list_objects(to)
     foreign = [name for name in there if not _is_ours(name)]
     if foreign:
@@ -76,27 +76,29 @@ def check_free(to: ObjectPath, *, overwrite: bool) -> None:
 
 
 def send(folder: Path, to: ObjectPath, *, overwrite: bool, say: Say) -> None:
-    """Send a shard folder to a store; raise DataError if something else is there, or the store refuses.
+    """Send a shard folder to a store; raise DataError if the location contains other files, or the store refuses.
 
-    Files that an earlier transfer of the same folder has sent are kept.
+    Files already sent by an earlier transfer of the same folder are kept.
     """
     with _sending(folder, to):
+        # Commit protocol: delete old manifests, send shards and lists, send manifests last. A folder without a manifest
+        # is not a shard folder, so readers see the old folder, none, or the new one, but never a mixture.
         check_free(to, overwrite=overwrite)
         there = list_objects(to)
         journal = _Journal(folder / _SENT_FILE, str(to))
         sent = {name: size for name, size in journal.sent.items() if there.get(name) == size}
-        # Manifests first, so that files being replaced are no longer read.
+        # Delete manifests first, so that readers stop before their files are replaced.
         for name in sorted(there.keys() - sent.keys(), key=lambda name: not name.endswith(MANIFEST_FILE)):
             remove(_object(to, name))
         names = _names_in_order(folder)
         for number, name in enumerate(names, start=1):
             size = (folder / name).stat().st_size
-            # Skip files that an interrupted transfer of these very bytes has sent.
+            # Skip files that an interrupted transfer of the same bytes has sent.
             if sent.get(name) != size:
                 upload(folder / name, _object(to, name))
                 journal.note(name, size)
                 say(f"sent {name} to {to} ({number} of {len(names)})")
-        # List the store again: a second writer shows here.
+        # List the store again: this detects a second writer.
         there = list_objects(to)
         for name in names:
             if there.get(name) != (folder / name).stat().st_size:
@@ -108,7 +110,7 @@ def send(folder: Path, to: ObjectPath, *, overwrite: bool, say: Say) -> None:
 
 @contextlib.contextmanager
 def _sending(folder: Path, to: ObjectPath) -> Iterator[None]:
-    """Within the block, no other process of this host sends the folder; raise DataError if one already does."""
+    """Hold a lock that keeps other processes on this host from sending the folder; raise DataError if one does."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,11 +122,11 @@ def _sending(folder: Path, to: ObjectPath) -> Iterator[None]:
 
 
 class _Journal:
-    """Record of the sent files of a folder, so that an interrupted transfer continues."""
+    """Record of files sent from a folder, so that an interrupted transfer continues."""
 
     def __init__(self, path: Path, to: str) -> None:
         self.path = path
-        # Valid only for these very bytes: the manifest covers all other files, and a packed folder's list its own.
+        # Valid only for the same bytes: the manifest covers all other files, and a packed folder's list covers its own.
         stamps = [hash_file(file) for file in sorted(path.parent.rglob("*.json")) if file != path]
         self._of = hash_json([to, stamps])
         self.sent: dict[str, int] = {}
@@ -134,13 +136,13 @@ class _Journal:
                 self.sent = noted["sent"]
 
     def note(self, name: str, size: int) -> None:
-        """Record one more arrived file."""
+        """Record one more file that has arrived."""
         self.sent[name] = size
         write_atomically(self.path, json.dumps({"of": self._of, "sent": self.sent}).encode())
 
 
 def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
-    """Write the packed folder and its validation split into ``staging``; return the bytes of all shards."""
+    """Write the packed folder and its validation split into ``staging``; return all shards' bytes."""
     size = 0
     for split in (Path(), Path(VALIDATION_FOLDER)):
         if not (folder / split / MANIFEST_FILE).is_file():
@@ -150,7 +152,7 @@ def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
         packed = []
         for number, entry in enumerate(manifest.shards, start=1):
             path = folder / split / entry.file
-            # Otherwise damage would be copied under valid new checksums.
+            # Otherwise damage would be copied under new, valid checksums.
             if not path.is_file() or hash_file(path) != entry.xxh3_128:
                 raise DataError(f"{path} is missing or damaged. `longctx data verify {folder}` says more.")
             packed.append(pack_shard(path, staging / split / f"{entry.file}.zst", level=level))
@@ -167,14 +169,14 @@ def _pack_into(folder: Path, staging: Path, *, level: int, say: Say) -> int:
 
 
 def _names_in_order(folder: Path) -> list[str]:
-    """Return every file of a shard folder: its validation split first, and the manifest of each split last."""
+    """Return every file in a shard folder, validation split first, and each split's manifest last."""
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     ours = [name for name in found if _is_ours(name)]
     return sorted(ours, key=lambda name: ("/" not in name, name.endswith(MANIFEST_FILE), name))
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether a shard folder may contain a file of this relative path."""
+    """Return whether a shard folder may contain a file at this relative path."""
     own = name.removeprefix(f"{VALIDATION_FOLDER}/")
     known = (MANIFEST_FILE, PACKED_FILE, LEFT_OUT_FILE, LIST_OF_BEFORE)
     return own in known or is_carried(own) or _SHARD_FILE.fullmatch(own) is not None

@@ -1,4 +1,4 @@
-"""Reading of a source's pieces in order; documents that are too short or too long are left out."""
+"""Reads a source's pieces in order and leaves out documents that are too short or too long."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_BYTES_OF_A_CHARACTER = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Bounds of document lengths. Documents outside them are left out entirely and listed."""
+    """Bounds on document lengths. Documents outside them are left out completely and listed."""
 
     min_bytes: int = 0
-    """UTF-8 bytes of a document's text, at least."""
+    """Minimum UTF-8 bytes in a document's text."""
     max_bytes: int | None = None
-    """At most; None for any."""
+    """Maximum; None: no limit."""
 
     def __post_init__(self) -> None:
         """Raise DataError if the bounds admit no document."""
@@ -35,7 +35,7 @@ class Lengths:
             )
 
     def to_json(self) -> dict[str, int]:
-        """Return the entry of a fingerprint; empty if any length is accepted, as in older releases."""
+        """Return the fingerprint entry; empty if any length is accepted, as in older releases."""
         bounds: dict[str, Any] = {}
         if self.min_bytes:
             bounds["min_bytes"] = self.min_bytes
@@ -44,8 +44,8 @@ class Lengths:
         return bounds
 
     def problem(self, document: Document) -> Skip | None:
-        """Return a Skip if a document is too short or too long; None if it is used."""
-        # Bytes must be counted only if these two bounds do not decide.
+        """Return a Skip if a document is too short or too long."""
+        # Encode only if these bounds on the byte count do not decide.
         least, most = len(document.text), _MOST_BYTES_OF_A_CHARACTER * len(document.text)
         if self.min_bytes <= least and (self.max_bytes is None or most <= self.max_bytes):
             return None
@@ -68,12 +68,12 @@ class ReadAs:
     """Options for reading a source's files."""
 
     spec: str
-    """What the user named, for messages."""
+    """The user's spelling of the source, for messages."""
     fields: Fields
     strict: bool
-    """Whether a fault ends the reading."""
+    """True if a fault stops reading with an error."""
     lengths: Lengths = ANY_LENGTH
-    """Which documents are used."""
+    """Bounds on document lengths."""
 
 
 class Reading:
@@ -83,12 +83,12 @@ class Reading:
         self._read_as = read_as
         self._on_left_out = on_left_out
         self.left_out = LeftOut()
-        """What was left out so far."""
+        """Skips so far."""
         self.bytes_read = 0
-        """Bytes on disk that the pass has gone by."""
+        """Bytes on disk passed so far."""
 
     def documents(self, pieces: Iterable[Piece]) -> Iterator[Document]:
-        """Yield every document. Unreadable items are noted; in strict reading a fault raises ``DataError``."""
+        """Yield every document. Unreadable items are recorded; in strict mode a fault raises ``DataError``."""
         passed = 0
         for piece in pieces:
             for item, bytes_read in read(piece, self._read_as.fields):
@@ -103,12 +103,12 @@ class Reading:
                 if item.is_fault and self._read_as.strict:
                     raise DataError(fault(self._read_as.spec, item))
                 self.note(item)
-            # Readers may stop before the end of a damaged file.
+            # Readers may stop before the end of a damaged file, so advance by the full size.
             passed += piece.size
             self.bytes_read = passed
 
     def note(self, skip: Skip) -> None:
-        """Count a skip, log it and pass it on."""
+        """Count a skip, log it, and pass it on."""
         logger.info("left out %s: %s %s", skip.name, skip.reason, skip.detail)
         self.left_out.add(skip)
         if self._on_left_out is not None:
@@ -116,7 +116,7 @@ class Reading:
 
 
 def fault(spec: str, skip: Skip) -> str:
-    """Return the error message of a strict reading about its first fault."""
+    """Return the error message for a strict read's first fault."""
     return (
         f"{spec}: {skip.name}: {skip.reason} ({skip.detail or 'strict reading'}).\n"
         f"Mend it, leave it out with --exclude, or read without --strict: it is then left out and listed."

@@ -1,8 +1,8 @@
-"""Detection of a source's record type, texts or conversations, if the user does not set it.
+"""Record type detection for a source, texts or conversations, if the user does not set it.
 
-The files decide by agreement; if they disagree, an error asks the user. Other data must not be trained on as text, nor
-a conversation without its chat template. A few files that disagree with the others are ignored as strays, as long as
-they are small.
+The files decide by agreement; if they disagree, an error asks the user. Training on other data as if it were text, or
+on a conversation without its chat template, would raise no error. A few files that disagree with the others are ignored
+as strays if they are small.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from longctx.errors import DataError
 AUTO = "auto"
 FORMATS = (AUTO, "text", *FIELDS)
 _ABOUT = ("readme", "license", "licence", "copying", "notice", "citation", "changelog")
-"""Names of texts that stand beside every kind of data."""
+"""Prefixes of documentation files that come with any kind of data."""
 _STRAY_SHARE = 0.01
-"""Conversations of fewer bytes than this share of the texts beside them are left out, as any other table there is."""
+"""Conversations with fewer bytes than this share of the texts are strays and left out."""
 
 
 def find_fields(
     spec: str, files: Sequence[File], *, text_field: str, source_field: str, format: str, join: Join | None
 ) -> tuple[Fields, frozenset[str]]:
-    """Return the fields of a source's documents, and the names of files in which a text was found in them.
+    """Return a source's document fields, and the names of files already known to contain a text in them.
 
-    A ``source_field`` makes them pairs.
-
-    Raises DataError if the files are ambiguous, or if the options are incompatible.
+    A ``source_field`` selects pairs. Raises DataError if the files are ambiguous or options conflict.
     """
     if format not in FORMATS:
         raise DataError(f"format={format!r} is none of {', '.join(FORMATS)}.")
@@ -42,7 +40,7 @@ def find_fields(
         looks = {file.name: look(file, text_field) for file in files if file.format.kind != "text"}
         seen = frozenset(name for name, found in looks.items() if found.has_text)
         kind = _agreed(spec, files, looks, text_field)
-    # A given text field determines the text.
+    # An explicit text field selects texts.
     if kind in (AUTO, "text"):
         return texts, seen
     if not is_usual:
@@ -58,7 +56,7 @@ def find_fields(
 
 
 def _pairs(text_field: str, source_field: str, *, format: str, join: Join | None) -> Fields:
-    """Return the fields of pairs; raise DataError for options that cannot be combined with them."""
+    """Return the fields for pairs; raise DataError for options that conflict with them."""
     if format not in (AUTO, "text") or join is not None:
         other = "--join directory joins texts" if join is not None else f"--format {format} reads conversations"
         raise DataError(f"--source-field {source_field} reads pairs, and {other}: leave one out.")
@@ -71,12 +69,14 @@ def _pairs(text_field: str, source_field: str, *, format: str, join: Join | None
 
 
 def described(kind: str) -> str:
-    """Return the fields that identify a kind of conversation, for messages."""
+    """Return the fields that identify a conversation type, for messages."""
     return f"by {' and '.join(map(repr, FIELDS[kind]))}"
 
 
 def _agreed(spec: str, files: Sequence[File], looks: Mapping[str, Look], text_field: str) -> str:
-    """Return the record type that a source's files agree on; raise DataError if they do not."""
+    """Return the record type that a source's files agree on; raise DataError if they disagree."""
+    # Conversations only win if every table agrees and plain texts are a minority by size. Any doubt is an error,
+    # because a wrong choice would train without complaint.
     chats = [file for file in files if file.name in looks and looks[file.name].kind]
     if not chats:
         return "text"
@@ -85,7 +85,7 @@ def _agreed(spec: str, files: Sequence[File], looks: Mapping[str, Look], text_fi
         if looks[file.name].has_text:
             other = looks[file.name].kind
             raise _doubt(spec, [f"{file.name}: text in {text_field!r}, and conversations {described(other)}"], other)
-    # Looked for only now: a program may have many files.
+    # Check only now: a repository may have many plain files.
     tables = [file for file in files if file.name in looks and looks[file.name].has_text]
     plain = [file for file in files if file.name not in looks and not _is_about(file)]
     plain = [file for file in plain if is_plain_text(file, text_field)]
@@ -104,17 +104,17 @@ def _agreed(spec: str, files: Sequence[File], looks: Mapping[str, Look], text_fi
 
 
 def _is_about(file: File) -> bool:
-    """Return whether a file's name shows that it describes the others, regardless of its length."""
+    """Return whether a file's name marks it as documentation, regardless of its length."""
     return file.name.rpartition("/")[2].lower().startswith(_ABOUT)
 
 
 def _size(files: Sequence[File]) -> int:
-    """Return the total bytes of files on disk."""
+    """Return the files' total size on disk in bytes."""
     return sum(file.size for file in files)
 
 
 def _doubt(spec: str, lines: Sequence[str], kind: str) -> DataError:
-    """Return the error that asks the user to choose."""
+    """Build the error that asks the user to choose."""
     shown = "\n".join(lines)
     return DataError(
         f"source={spec} can be read in more than one way.\n{shown}\n"

@@ -1,4 +1,4 @@
-"""Records of finished work: small JSON files that are written last and validate the files next to them."""
+"""Completion records: small JSON files, written last, that validate the files next to them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def save_record(path: Path, format: str, values: dict[str, Any]) -> None:
 
 
 def load_record(path: Path, format: str) -> dict[str, Any] | None:
-    """Return the values of a record; None if it is missing, damaged or of another release."""
-    # The files that it validates are made again: no reason to end here.
+    """Return a record's values; None if it is missing, damaged or from another release."""
+    # Never an error: the files that it would validate are rebuilt.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         body = json.loads(path.read_bytes())
         recorded = body.pop("hash")
@@ -30,7 +30,7 @@ def load_record(path: Path, format: str) -> dict[str, Any] | None:
 
 
 def sync_files(folder: Path) -> dict[str, str]:
-    """Sync every file of a folder to disk, and return the xxh3_128 of each by its name."""
+    """Sync every file in a folder to disk and return xxh3_128 checksums by name."""
     paths = sorted(folder.iterdir())
     for path in paths:
         sync_path(path)
@@ -38,5 +38,5 @@ def sync_files(folder: Path) -> dict[str, str]:
 
 
 def are_whole(folder: Path, files: Mapping[str, str]) -> bool:
-    """Return whether the files of a folder have these xxh3_128; False if one is missing."""
+    """Return whether a folder's files have these xxh3_128 checksums; False if one is missing."""
     return all((folder / name).is_file() and hash_file(folder / name) == hash for name, hash in files.items())

@@ -1,6 +1,6 @@
-"""Text sources: the interpreter's own standard library, folders, and files of text, JSON, CSV, Parquet and Arrow.
+"""Text sources: the interpreter's standard library, folders, and text, JSON, CSV, Parquet and Arrow files.
 
-Documents come in a fixed order: by relative path, then by line or row. Skipped records are counted by reason, and
+Documents come in a fixed order: by relative path, then by line or row. Skipped records are counted by reason and
 listed.
 """
 
@@ -34,13 +34,13 @@ from longctx.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-# Formats whose reading never changed: a fingerprint that names no format means these.
+# Formats read in the same way since the first release: a fingerprint without a format means these.
 _FIRST_FORMATS = ("", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 _SHOWN_FILES = 3
 
 
 class Source:
-    """A corpus that can be read repeatedly, always in the same order; opened by ``open_source``."""
+    """A corpus that can be read repeatedly, always in the same order; see ``open_source``."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Source:
         self.spec = spec
         self.kind = kind
         self.left_out = LeftOut(left_out)
-        """What was left out, with the first names of each reason; complete after one full reading."""
+        """Skips, with the first names per reason; complete after one full read."""
         self.bytes_read = 0
-        """Bytes on disk that the reading has passed, of ``num_bytes``: how far it has come."""
+        """Bytes on disk that reading has passed, out of ``num_bytes``."""
         self._files = files
         self.not_listed = tuple(left_out)
-        """What was left out before anything was read."""
+        """Skips recorded before anything was read."""
         self.fields = fields
-        """Whether documents are texts or conversations, and where they lie in a record."""
+        """Record type, and the fields that contain its text."""
         self.read_as = ReadAs(spec=spec, fields=fields, strict=strict, lengths=lengths)
         self._selection = selection
         self._join = join
@@ -77,56 +77,58 @@ class Source:
         return self.read()
 
     def read(self, on_left_out: Callable[[Skip], None] | None = None) -> Iterator[Document]:
-        """Yield every document; call ``on_left_out`` for every skip, beginning with those of the listing.
+        """Yield every document; call ``on_left_out`` for every skip, starting with those from the listing.
 
-        A damaged file or record is left out, or with ``strict`` raises ``DataError``. A source without any text raises
+        A damaged file or record is skipped, or raises ``DataError`` with ``strict``. A source without any text raises
         ``DataError`` at the end.
         """
         num_documents = self.bytes_read = 0
         reading = Reading(self.read_as, on_left_out)
         for skip in self.not_listed:
             reading.note(skip)
+        # One piece per file: cuts only matter to parallel builds.
         for document in reading.documents(self._joined(map(whole, self._files))):
             num_documents += 1
             self.bytes_read = reading.bytes_read
             yield document
         self.bytes_read = reading.bytes_read
-        # Only now, so that an interrupted reading leaves no partial count.
+        # Update only now, so that an interrupted read leaves no partial count.
         self.left_out = reading.left_out
         if not num_documents:
             raise DataError(no_text(self.spec, self.left_out))
 
     def pieces(self) -> list[Piece]:
-        """Return the files in order, with large ones cut into pieces of complete records if their format permits it.
+        """Return the files in order, with large ones split into pieces of complete records if their format permits it.
 
-        The result depends on the files and the join rule alone. They are read once for it, as for ``fingerprint``.
+        The result depends only on the files and the join rule. The files are read once for it, together with
+        ``fingerprint``.
         """
         self.fingerprint()
         return list(self._pieces)
 
     def cut_directories(self) -> dict[str, int]:
-        """Return the directories too large to be joined into one document, and the number of documents of each."""
+        """Count the documents per directory, for directories too large to be joined into one document."""
         if self._join is None:
             return {}
         return cut_directories(self._joined(map(whole, self._files)), self._join)
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Number of folders, files, lines or rows that were left out, by reason; complete after one full reading."""
+        """Skipped folders, files, lines or rows by reason; complete after one full read."""
         return dict(sorted(self.left_out.counts.items()))
 
     @property
     def num_files(self) -> int:
-        """Number of files that are read."""
+        """Number of files to read."""
         return len(self._files)
 
     @property
     def num_bytes(self) -> int:
-        """Size of those files on disk in bytes."""
+        """Total size of these files on disk in bytes."""
         return sum(file.size for file in self._files)
 
     def stamp(self) -> dict[str, Any]:
-        """Return an identifier of this source that needs no reading: its files' names, sizes and times.
+        """Return an identifier that needs no reading: the files' names, sizes and modification times.
 
         Suitable for results that can be recomputed if it is wrong; shard folders use ``fingerprint`` instead.
         """
@@ -136,10 +138,10 @@ class Source:
         return {"kind": self.kind, **self._read_as(), "listing_xxh3_128": listing}
 
     def fingerprint(self, progress: Callable[[int], object] | None = None) -> dict[str, Any]:
-        """Return the identity of the corpus, JSON-able and the same on every machine that has the same files.
+        """Return the corpus identity as JSON values, the same on every machine with the same files.
 
         ``files_xxh3_128`` covers each file's relative path, size and content, but neither absolute paths nor dates. The
-        files are read once for this, far faster than they are tokenized; ``progress`` receives the bytes so far.
+        files are read once for it, far faster than they are tokenized; ``progress`` receives the bytes so far.
         """
         if self._fingerprint is None:
             digest = xxhash.xxh3_128()
@@ -152,6 +154,7 @@ class Source:
                 done += file.size
                 if progress is not None:
                     progress(done)
+            # The read that hashes the files also finds the cuts, so they cost no second pass.
             self._pieces = list(self._joined(pieces))
             self._fingerprint = {
                 "kind": self.kind,
@@ -164,18 +167,18 @@ class Source:
         return dict(self._fingerprint)
 
     def _joined(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
-        """Return the pieces with the join rule applied."""
         if self._join is None:
             return pieces
         return join_pieces(pieces, self._join)
 
     def _read_as(self) -> dict[str, Any]:
-        """Return the options for reading the files; with others, the same bytes are other documents."""
+        """Return the options for reading the files; other options make other documents from the same bytes."""
         if self.kind == "stdlib":
+            # The standard library differs between interpreters, so the version identifies its text.
             read_as: dict[str, Any] = {"interpreter": f"{platform.python_implementation()} {platform.python_version()}"}
         else:
             read_as = self.fields.to_json()
-        # Only non-default options, so that folders built by older releases are still up to date.
+        # Record only non-default options, so that folders built by older releases are still up to date.
         for name in ("include", "as_text", "as_json"):
             if patterns := getattr(self._selection, name):
                 read_as[name] = list(patterns)
@@ -185,14 +188,14 @@ class Source:
         formats = Counter(file.format.ending for file in self._files if file.format.ending not in _FIRST_FORMATS)
         if formats:
             read_as["formats"] = dict(sorted(formats.items()))
-        # Older releases read them as CSV, and so as other documents.
+        # Older releases read TSV files as CSV, and so as other documents.
         if any(file.format.kind == "tsv" for file in self._files):
             read_as["tsv"] = "a line is a row"
         return read_as
 
 
 def _listing_hash(files: Sequence[File]) -> str | None:
-    """Return the xxh3_128 of files' names, sizes and times; None for files in a store, where times mean nothing."""
+    """Hash the files' names, sizes and times; None for files in a store, where times are unreliable."""
     digest = xxhash.xxh3_128()
     for file in [side for one in files for side in (one, one.other) if side is not None]:
         if not isinstance(file.path, Path):
@@ -219,23 +222,24 @@ def open_source(
     join: Join | None = None,
     lengths: Lengths = ANY_LENGTH,
 ) -> Source:
-    """Open the corpus that ``spec`` names: list and check its files without reading them.
+    """Open the corpus at ``spec``: list and check its files without reading them completely.
 
-    ``"stdlib"`` is the Python source of the running interpreter's standard library; anything else is a path, or a URL
-    of an object store (``s3://``, ``gs://``): a folder (read recursively, linked folders once, hidden files left out)
-    or a file: text, JSON, JSON Lines, CSV, Parquet, Arrow, also compressed, with the text in ``text_field``, or with
-    conversations. With a ``source_field`` records are pairs, and ``text_field`` is the field of the target. ``format``
-    selects the record type: ``"text"``, a kind of conversation (``messages``, ``conversations`` or ``prompt``), or
-    ``"auto"``: the type that the files agree on. ``include``, ``exclude``, ``as_text`` and ``as_json`` (files to read
-    as plain text or as JSON whatever their ending) take glob patterns on relative paths; ``*`` also crosses folders,
-    and a folder's own path stands for everything below it. Unreadable files and records are left out and listed; with
-    ``strict`` they raise an error.
-    A text file is one document, or with ``join`` the text files of a directory are joined into one. Documents of other
-    ``lengths`` are left out and listed.
+    ``"stdlib"`` is the running interpreter's standard library as Python source. Otherwise ``spec`` is a path or an
+    object store URL (``s3://``, ``gs://``), either a folder (read recursively, linked folders once, without hidden
+    files) or a file: text, JSON, JSON Lines, CSV, Parquet, Arrow, also compressed, with the text in ``text_field``, or
+    with conversations.
 
-    Every file's schema or first records are checked here. Raises ``DataError`` if there is nothing to read, if the
-    files are ambiguous about being conversations, or if files that make up most of the source lack the requested fields
-    and no other file has them.
+    With a ``source_field`` records are pairs, and ``text_field`` contains the target. ``format`` selects the record
+    type: ``"text"``, a conversation type (``messages``, ``conversations`` or ``prompt``), or ``"auto"``: the type that
+    the files agree on. ``include``, ``exclude``, ``as_text`` and ``as_json`` (files to read as plain text or as JSON
+    whatever their suffix) take glob patterns on relative paths; ``*`` also crosses folders, and a folder's own path
+    stands for everything below it. Unreadable files and records are skipped and listed, or raise an error with
+    ``strict``. A text file is one document, or with ``join`` a directory's text files are joined into one. Documents
+    outside ``lengths`` are skipped and listed.
+
+    Every file's schema or first records are checked here. Raises ``DataError`` if there is nothing to read, if it is
+    ambiguous whether the files contain conversations, or if most of the source lacks the requested fields and no other
+    file has them.
     """
     kind, root = _locate(spec)
     selection = Selection(include=include, exclude=exclude, as_text=as_text, as_json=as_json)
@@ -253,7 +257,7 @@ def open_source(
     listed = listing.files
     if fields.kind == PAIRS:
         listed = aligned(listed, fields)
-    # No file is opened twice for the same information.
+    # Skip files that ``find_fields`` has already opened.
     checked = [(file, None if file.name in with_text else check(file, fields)) for file in listed]
     files = [file for file, problem in checked if problem is None]
     problems = [problem for _, problem in checked if problem is not None]
@@ -285,14 +289,14 @@ def open_source(
 def _is_read(file: File, problem: Skip | None) -> bool:
     """Return whether the source reads a file, given the result of ``check``.
 
-    It also reads files that turn out not to be text, and skips them then: files in a store are not checked, since each
-    check costs a request, and a source must be the same at any location.
+    Non-text files pass here and are skipped while reading: files in a store are not checked, since each check costs a
+    request, and a source must be the same at any location.
     """
     return problem is None or (file.format.kind == "text" and problem.reason != UNREADABLE)
 
 
 def _check_fields(spec: str, fields: Fields, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
-    """Raise ``DataError`` if the fields are probably wrong: no file has them, and much would be lost."""
+    """Raise ``DataError`` if the fields are probably wrong: no file has them, and most data would be skipped."""
     reasons = [no_field_reason(field) for field in fields.names]
     if fields.kind not in ("text", PAIRS):
         reasons.append(NO_CONVERSATION)
@@ -317,7 +321,7 @@ def _check_fields(spec: str, fields: Fields, *, files: list[File], listed: list[
 
 
 def _check_unnamed(spec: str, *, files: list[File], listed: list[File], problems: list[Skip]) -> None:
-    """Raise ``DataError`` if most of the source consists of JSON records without a JSON ending."""
+    """Raise ``DataError`` if most of the source is JSON records in files without a JSON suffix."""
     lost = _lost_files([UNNAMED_JSON], files=files, listed=listed, problems=problems)
     if lost:
         raise DataError(
@@ -327,10 +331,10 @@ def _check_unnamed(spec: str, *, files: list[File], listed: list[File], problems
 
 
 def _lost_files(reasons: Sequence[str], *, files: list[File], listed: list[File], problems: list[Skip]) -> str:
-    """Return the names of the files with these faults, if they are more than half of the bytes."""
+    """Return the names of files with these faults, if they make up more than half the bytes."""
     without = {skip.name: skip for skip in problems if skip.is_fault and skip.reason in reasons}
     lost = sum(file.size for file in listed if file.name in without)
-    # A stray table among the files of a program is no reason to stop.
+    # A stray table in a code repository is no reason to stop.
     if lost <= sum(file.size for file in files):
         return ""
     shown = [f"{skip.name}: {skip.detail}" for skip in list(without.values())[:_SHOWN_FILES]]
@@ -347,7 +351,7 @@ def _locate(spec: str | Path) -> tuple[str, Location]:
     if spec == "stdlib":
         return "stdlib", Path(sysconfig.get_path("stdlib"))
     path = locate(spec)
-    # Each query to a store is a request: the one for a folder comes last.
+    # Each query to a store is a request, so the one for a folder comes last.
     if path.is_file():
         return "file", path
     if path.is_dir():
@@ -358,7 +362,7 @@ def _locate(spec: str | Path) -> tuple[str, Location]:
 
 
 def _nearest(path: Location) -> str:
-    """Return advice for a missing location: the contents of its deepest existing parent folder."""
+    """Suggest alternatives to a missing location: the contents of its deepest existing parent folder."""
     if isinstance(path, ObjectPath):
         parent: Location = path.parent
         names = list_names(parent)
@@ -376,7 +380,7 @@ def _nearest(path: Location) -> str:
 
 
 def no_text(spec: str, left_out: LeftOut) -> str:
-    """Return the error message for a source without a document."""
+    """Return the error message for a source without documents."""
     reasons = "\n".join(f"  {line}" for line in left_out.lines()) or "  it is empty"
     return (
         f"source={spec} holds no text that can be used:\n{reasons}\n"

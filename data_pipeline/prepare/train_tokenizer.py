@@ -1,4 +1,4 @@
-"""Training of a tokenizer on a sample of a corpus; a file keeps the sample during training."""
+"""Trains a tokenizer on a corpus sample; a file keeps the sample during training."""
 
 from __future__ import annotations
 
@@ -35,24 +35,26 @@ FORMAT = "longctx-sample-1"
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Sampled texts of a corpus, and counts taken while sampling."""
+    """Sampled texts, and counts taken while sampling."""
 
     texts: list[str]
     documents: int
-    """Documents that were read."""
+    """Documents read."""
     text_bytes: int
     marked: int
-    """Documents among them that hold U+2581, which SentencePiece writes for a space."""
+    """Documents that contain U+2581, which SentencePiece uses for a space."""
 
 
 def draw_sample(
     documents: Iterable[Document], *, max_text_bytes: int, seed: int, progress: Progress | None = None
 ) -> Sample:
-    """Return the texts with the smallest hashes, at most ``max_text_bytes`` in total; memory never holds much more.
+    """Sample the texts with the smallest hashes, up to ``max_text_bytes`` in total; memory holds little more.
 
-    The choice does not depend on the order of the documents. The sample always contains at least one document.
+    The sample does not depend on document order and contains at least one document.
     """
-    # A heap with the largest hash first: (−hash, number of the document, text).
+    # Bottom-k sampling: hashes are uniform, so the texts with the smallest hashes are a uniform sample. One pass
+    # suffices, and equal corpora in any order give the same sample.
+    # Max-heap by hash: (−hash, document index, text).
     sample: list[tuple[int, int, str]] = []
     sample_bytes = seen = seen_bytes = marked = 0
     for document in documents:
@@ -68,18 +70,18 @@ def draw_sample(
             progress(seen, seen_bytes)
     if not sample:
         raise DataError("There are no documents to train a tokenizer on. Check the source and what it excludes.")
-    # Back in the source's order: the same corpus gives the same model file.
+    # Restore source order, so that the same corpus gives the same model file.
     in_order = sorted(sample, key=lambda entry: entry[1])
     return Sample(texts=[text for _, _, text in in_order], documents=seen, text_bytes=seen_bytes, marked=marked)
 
 
 def sample_file(output: Path) -> Path:
-    """Return the path of the sample for a model, which is kept until the model is written."""
+    """Return the path for a model's sample, which is kept until the model is written."""
     return output.with_name(f".{output.name}.sample")
 
 
 def save_sample(path: Path, sample: Sample, recipe: dict[str, Any]) -> None:
-    """Write a sample atomically, with the recipe that it was drawn by."""
+    """Write a sample atomically, with its recipe."""
     counts = {"documents": sample.documents, "text_bytes": sample.text_bytes, "marked": sample.marked}
     digest = xxhash.xxh3_128()
     with explained_writes(path):
@@ -96,7 +98,7 @@ def load_sample(path: Path, recipe: dict[str, Any]) -> Sample | None:
     """Return the sample in a file; None if it is missing, damaged or from another recipe."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with path.open("rb") as lines:
-            # The header first: a sample of another recipe need not be read in full.
+            # Check the header first: a sample from another recipe need not be read completely.
             header = json.loads(lines.readline())
             if header.pop("format") != FORMAT or header.pop("recipe") != recipe:
                 return None
@@ -110,13 +112,13 @@ def load_sample(path: Path, recipe: dict[str, Any]) -> Sample | None:
 
 
 KINDS = ("bpe", "unigram", "word", "char")
-"""Those of SentencePiece."""
+"""SentencePiece model types."""
 WORDPIECE = "wordpiece"
 SMALLEST_VOCAB_SIZE = 4 + 256 + 1
-"""Unknown, begin, end and padding; one id for each byte; one piece to learn."""
+"""Unknown, begin, end and padding; one id per byte; one piece to learn."""
 
 _TRAINING_OPTIONS = {
-    # These options make decoding exact: any text is restored, spaces included.
+    # These options make decoding exact: any text is restored, including spaces.
     "byte_fallback": True,
     "normalization_rule_name": "identity",
     "add_dummy_prefix": False,
@@ -132,18 +134,18 @@ _TRAINING_OPTIONS = {
     "bos_piece": DOCUMENT_BEGIN,
     "eos_piece": DOCUMENT_END,
     "pad_piece": PADDING,
-    # SentencePiece would write its progress straight to stderr.
+    # SentencePiece would write its progress directly to stderr.
     "minloglevel": 3,
 }
 
 
 _FEWEST_CHARACTERS = 64
-"""With which a small vocabulary is learned where the corpus has more."""
+"""Minimum number of characters for learning a small vocabulary if the corpus has more."""
 _THREADS = {"unigram": 16}
-"""Of the training; 1 of other kinds, which gain nothing from more.
+"""Training threads; 1 for other model types, which gain nothing from more.
 
-Never the machine's number of cores: the sums of Unigram's training are rounded by thread, and the number itself ends up
-in the model's file. So 16 threads share whatever cores there are.
+Never the machine's core count: Unigram training rounds its sums per thread, and the count itself ends up in the model
+file. So 16 threads share whatever cores there are.
 """
 
 
@@ -165,15 +167,15 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer on ``documents`` and write it to ``output`` atomically; the same input gives the same bytes.
 
-    ``kind`` is ``bpe``, ``unigram``, ``word`` or ``char`` of SentencePiece, or ``wordpiece`` (BERT), which has a mask,
-    and keeps upper case and accents if it is ``cased``. ``fim`` reserves three ids that precede the parts of a document
-    for fill-in-the-middle; ``mask`` reserves one for a masked token; ``sentinels`` is the number of ids for removed
-    spans. Training holds the text in memory. Above ``max_text_bytes`` it therefore uses a sample of complete documents,
-    drawn by a hash of ``seed`` and text. Raises ``DataError`` if the corpus cannot fill ``vocab_size``.
+    ``kind`` is a SentencePiece type (``bpe``, ``unigram``, ``word`` or ``char``) or ``wordpiece`` (BERT), which has a
+    mask token and keeps upper case and accents if ``cased``. ``fim`` reserves three ids that mark document parts for
+    fill-in-the-middle, ``mask`` one for a masked token, and ``sentinels`` that many for removed spans. Training holds
+    the text in memory, so above ``max_text_bytes`` it uses a sample of complete documents, drawn by a hash of ``seed``
+    and text. Raises ``DataError`` if the corpus cannot fill ``vocab_size``.
 
-    With ``stamp``, which identifies the documents, the sample is kept next to ``output`` until the model is written: if
-    a training was killed, the next one uses this sample and reads no documents. ``on_sample`` receives the sample and
-    whether it came from such a file.
+    With ``stamp``, which identifies the documents, the sample is kept next to ``output`` until the model is written:
+    after a kill, the next training uses it and reads no documents. ``on_sample`` receives the sample and whether it
+    came from such a file.
     """
     known = [*KINDS, WORDPIECE]
     if kind not in known:
@@ -196,7 +198,7 @@ def train_tokenizer(
     kept = sample_file(output)
     sample, recipe = None, None
     if stamp is not None:
-        # Neither kind nor size: after a kill, another kind or size can be tried without reading the corpus again.
+        # The recipe excludes kind and size: after a kill, others can be tried without reading the corpus again.
         recipe = {"source": stamp, "max_text_bytes": max_text_bytes, "seed": seed}
         sample = load_sample(kept, recipe)
     was_kept = sample is not None
@@ -222,7 +224,7 @@ def train_tokenizer(
 
 
 def _check_kind(kind: str, *, fim: bool, mask: bool, sentinels: int, cased: bool) -> None:
-    """Raise DataError for options that a kind of tokenizer does not support."""
+    """Raise DataError for options that this kind of tokenizer does not support."""
     if kind == WORDPIECE and (fim or sentinels):
         asked = "--fim" if fim else f"--sentinels {sentinels}"
         raise DataError(f"{asked} goes with SentencePiece's kinds, and --kind {kind} is BERT's. Try --kind bpe.")
@@ -233,7 +235,7 @@ def _check_kind(kind: str, *, fim: bool, mask: bool, sentinels: int, cased: bool
 
 
 def _learn_wordpiece(sample: Sample, vocab_size: int, *, cased: bool) -> bytes:
-    """Return the file content of a WordPiece vocabulary learned from a sample."""
+    """Learn a WordPiece vocabulary from a sample and return its file content."""
     try:
         return learn_wordpiece(sample.texts, vocab_size, cased=cased)
     except VocabularySizeError as error:
@@ -248,7 +250,7 @@ def _learn_wordpiece(sample: Sample, vocab_size: int, *, cased: bool) -> bytes:
 
 
 def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -> bytes:
-    """Return the model file learned from a sample; ``marks`` become control ids, which no text encodes to."""
+    """Learn a model from a sample and return its file content; ``marks`` become control ids, never used for text."""
     model = io.BytesIO()
     options: dict[str, Any] = {
         "model_writer": model,
@@ -265,7 +267,7 @@ def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -
         if kind not in ("bpe", "unigram") or frequent < _FEWEST_CHARACTERS or "required_chars" not in str(error):
             raise DataError(_explain_training(str(error), vocab_size)) from error
         _learn_frequent(sample, frequent, options)
-    # For words and characters the library silently takes as many as there are.
+    # For words and characters the library silently takes as many as exist.
     found = spm.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
     if found != vocab_size:
         raise DataError(_too_large(vocab_size, found))
@@ -273,12 +275,12 @@ def _learn(sample: Sample, vocab_size: int, kind: str, marks: tuple[str, ...]) -
 
 
 def _sentences(sample: Sample) -> Iterator[str]:
-    """Yield what SentencePiece learns from: without its space mark, which our models spell in bytes."""
+    """Yield SentencePiece's training input, without its space mark, which our models encode as bytes."""
     return (part for text in sample.texts for part in text.split(SPACE_MARK) if part)
 
 
 def _learn_frequent(sample: Sample, frequent: int, options: dict[str, Any]) -> None:
-    """Learn a vocabulary with that many characters, the most frequent ones; what is rarer is spelt in bytes."""
+    """Learn a vocabulary with the ``frequent`` most frequent characters; rarer ones are encoded as bytes."""
     counts = Counter[str]()
     for text in sample.texts:
         counts.update(text)
@@ -290,7 +292,7 @@ def _learn_frequent(sample: Sample, frequent: int, options: dict[str, Any]) -> N
         frequent,
         len(counts),
     )
-    # SentencePiece leaves out a hundredth of a text's characters at most: they are cut out before it sees them.
+    # SentencePiece drops at most 1 % of a text's characters, so remove the rare ones before it sees them.
     cuts = dict.fromkeys(map(ord, rare), SPACE_MARK)
     known = Sample(**{**vars(sample), "texts": [text.translate(cuts) for text in sample.texts]})
     try:
@@ -300,7 +302,7 @@ def _learn_frequent(sample: Sample, frequent: int, options: dict[str, Any]) -> N
 
 
 def _explain_training(message: str, vocab_size: int) -> str:
-    """Return SentencePiece's error in our words, with the size that works."""
+    """Translate SentencePiece's error into our words, with a size that works."""
     if found := re.search(r"too high.*<= (\d+)", message, re.DOTALL):
         return _too_large(vocab_size, int(found[1]))
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):

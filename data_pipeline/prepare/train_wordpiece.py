@@ -1,8 +1,8 @@
-"""Training of a WordPiece vocabulary (BERT's): whole words of a text, and pieces that continue a word.
+"""Trains a WordPiece vocabulary (BERT's): full words and pieces that continue a word.
 
-Its pieces are those that SentencePiece's byte-pair encoding merges within words; BERT's own trainer was never
-published. Texts are split into words as in BERT's tokenizer, by the same library that later encodes with the file, and
-each word is then encoded from left to right as the longest known pieces. The same texts give the same file.
+Pieces are merged within words by SentencePiece's byte-pair encoding; BERT's own trainer was never published. Texts are
+split into words as in BERT's tokenizer, by the library that later encodes with the file, and each word is then encoded
+from left to right as the longest known pieces. The same texts give the same file.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from longctx.tokenizer.chunks import SPACE_MARK
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-"""In the order of BERT's vocabularies."""
+"""In the order used by BERT's vocabularies."""
 GOES_ON = "##"
-"""What a piece begins with that goes on a word."""
+"""Prefix of pieces that continue a word."""
 SMALLEST_VOCAB_SIZE = len(SPECIAL_TOKENS) + 2 + 1
-"""A letter, the letter within a word, and one piece to learn."""
+"""A letter, the same letter within a word, and one piece to learn."""
 
 _OPTIONS = {
     "model_type": "bpe",
@@ -41,19 +41,20 @@ class VocabularySizeError(ValueError):
     def __init__(self, *, least: int | None = None, most: int | None = None) -> None:
         super().__init__(least, most)
         self.least, self.most = least, most
-        """Ids that the texts need, or can fill; None for what is not the fault."""
+        """Ids that the texts need, or can fill; only the violated bound is set."""
 
 
 def learn_wordpiece(texts: Sequence[str], vocab_size: int, *, cased: bool) -> bytes:
-    """Return the tokenizer.json of a vocabulary of these texts; ``cased`` keeps upper case and accents.
+    """Learn a vocabulary from these texts and return its tokenizer.json; ``cased`` keeps upper case and accents.
 
-    Raises ``VocabularySizeError`` if the texts need more ids, or can fill fewer.
+    Raises ``VocabularySizeError`` if the texts need more ids or can fill fewer.
     """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     letters, pieces = _pieces(_words(tokenizer, texts), vocab_size)
-    # Any word of known letters can be spelled with them, so only letters never seen become [UNK].
+    # Include every letter in both forms: any word with known letters can then be encoded, and only unseen letters give
+    # [UNK].
     tokens = list(SPECIAL_TOKENS) + letters + [GOES_ON + letter for letter in letters] + pieces
     least = len(SPECIAL_TOKENS) + 2 * len(letters) + 1
     if vocab_size < least:
@@ -86,7 +87,7 @@ def _words(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[str]:
 
 
 def _pieces(lines: Iterator[str], vocab_size: int) -> tuple[list[str], list[str]]:
-    """Return the letters of the lines, and the pieces of several letters, the most useful first."""
+    """Return the lines' letters, and the pieces with several letters, most useful first."""
     model = io.BytesIO()
     try:
         # If there are fewer pieces, the library takes all of them.
@@ -104,7 +105,7 @@ def _pieces(lines: Iterator[str], vocab_size: int) -> tuple[list[str], list[str]
         piece = learned.id_to_piece(number)
         if learned.is_unknown(number) or piece == SPACE_MARK:
             continue
-        # SentencePiece marks pieces that begin a word, WordPiece pieces that continue one.
+        # SentencePiece marks pieces that start a word, WordPiece pieces that continue one.
         text = piece.removeprefix(SPACE_MARK)
         if len(text) == 1:
             letters.add(text)

@@ -1,9 +1,8 @@
-"""Removal of shards from a built folder: its manifest is rewritten from the offsets of the remaining shards.
+"""Removes shards from a built folder by rewriting its manifest from the remaining shards' offsets.
 
-For a folder in a store, the remaining shards are fetched for that, and stay in the cache for later readers of the
-folder.
+In a store, the remaining shards are fetched for that and stay in the cache for later readers.
 
-The new manifest describes other data: its hash differs, documents have other numbers and blocks other rows.
+The new manifest describes other data: its hash differs, documents have other numbers, and blocks other rows.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ class LeftOutShards:
     """Result of ``leave_out``."""
 
     shards: tuple[str, ...]
-    """Names of the shards that were left out, in the order of the manifest before."""
+    """Removed shards, in the previous manifest's order."""
     documents: int
-    """Documents of these shards."""
+    """Documents in these shards."""
     tokens: int
-    """Tokens of these shards."""
+    """Tokens in these shards."""
     manifest: Manifest
-    """The manifest that was written."""
+    """New manifest."""
 
 
 def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOutShards:
-    """Rewrite the manifest of a shard folder without these shards. No other file is changed or removed.
+    """Rewrite a shard folder's manifest without these shards. No other file is changed or removed.
 
-    The length histogram is recounted from the offsets of the remaining shards. The text bytes are scaled with the
-    tokens, because shards do not record their own. Counts over the full source (skipped, inexact, duplicates) are kept.
+    The length histogram is recounted from the remaining shards' offsets. Text bytes are scaled with the tokens, because
+    shards do not record their own. Counts over the full source (skipped, inexact, duplicates) are kept.
 
-    Raises ConfigError if a name is not in the manifest, or if no document would be left; DataError if another shard is
-    missing or truncated, or if the folder is packed.
+    Raises ConfigError if a name is not in the manifest or no document would remain, and DataError if a remaining shard
+    is missing or truncated, or the folder is packed.
     """
     found, manifest, copy = open_folder(folder)
     place: Location = found
@@ -70,7 +69,9 @@ def leave_out(folder: str | Path | ObjectPath, shards: Sequence[str]) -> LeftOut
         raise ConfigError(f"without {', '.join(shards)} no document of {place} would be left. Build the folder again.")
     if copy is not None:
         copy.check_room()
+    # Opening verifies the remaining shards, so a damaged folder cannot get a new, valid manifest.
     opened = ShardSet(found, kept, verify=True, max_mapped=MAX_MAPPED, copy=copy)
+    # Recount, because the manifest's totals include the removed shards.
     kept = replace(
         kept,
         documents=opened.num_documents,
@@ -99,13 +100,13 @@ def _check_names(shards: Sequence[str], manifest: Manifest, place: Location) -> 
             continue
         if shard in manifest.options.get(WITHOUT, []):
             raise ConfigError(f"{shard} is left out of {place} already.")
-        # A path or a number is easily given instead of a name.
+        # Users may give a path or a number instead of a name.
         nearest = get_close_matches(Path(shard).name, known, n=1, cutoff=0)
         raise ConfigError(f"{reprlib.repr(shard)} is no shard of {place}. Did you mean {', '.join(nearest)}?")
 
 
 def _histogram(shards: ShardSet) -> dict[str, int]:
-    """Count all documents by length, one shard at a time: the lengths of a large corpus would fill the memory."""
+    """Count all documents by length, one shard at a time: a large corpus's lengths would fill the memory."""
     counts: Counter[str] = Counter()
     first = 0
     for entry in shards.manifest.shards:

@@ -1,4 +1,4 @@
-"""Reading of packed rows as a ``CompactBatch``, complete or one rank's share: tokens, next tokens, documents."""
+"""Read packed rows into a ``CompactBatch``, complete or one rank's share: tokens, next tokens, documents."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from longctx.batch import PackedDocuments
 from longctx.compact_batch import CompactBatch, DocumentEnd, Span
 
 Runs = Sequence[tuple[int, int, int]]
-"""Tokens start, start + step, … (count of them), each as start, count, step; ascending and disjoint."""
+"""Runs of token positions, each as (start, count, step) for start, start + step, …; ascending and disjoint."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Tokens of a micro-batch held by one rank, with the rows concatenated."""
+    """Tokens in a micro-batch that one rank holds, with the rows concatenated."""
 
     documents: PackedDocuments
-    """Those of all ranks' tokens; they may end behind the rows: what is there is padding, documents of its own."""
+    """Documents over all ranks' tokens; they may extend beyond the rows, into padding documents."""
     runs: Runs
     """This rank's tokens, in its order."""
     placement: Any
-    """``Batch.placement``."""
+    """Value for ``Batch.placement``."""
 
 
 Place = Callable[[PackedDocuments], Share]
-"""Who decides on the share, from the documents of the micro-batch."""
+"""Function that chooses this rank's share, given the micro-batch's documents."""
 
 
 Readable = Documents | SourceSide | Examples
-"""What rows are read of, on either side."""
+"""Data that rows are read from, on either side."""
 
 
 class Sources(NamedTuple):
-    """Source side of pairs, read by an encoder."""
+    """Source side for pairs, read by an encoder."""
 
     documents: SourceSide | Examples
     seq_len: int
-    """Tokens of a row of it."""
+    """Source tokens per row."""
 
 
 def build_batch(
@@ -59,9 +59,9 @@ def build_batch(
     masking: Masking | None = None,
     sources: Sources | None = None,
 ) -> CompactBatch:
-    """Build a batch [len(rows), seq_len] from rows of pieces; a row without pieces is all padding.
+    """Build a batch [len(rows), seq_len] from rows; a row without pieces is all padding.
 
-    Reads only the pieces, and one token beyond each cut piece: the target of its last token.
+    Reads only the rows' pieces, and one token beyond each cut piece: the target for its last token.
     """
     layout = Layout.of(rows, seq_len, of_pairs=sources is not None)
     batch = _read(shards, layout, _all_of(layout, len(rows) * seq_len), (len(rows), seq_len), masking=masking)
@@ -73,7 +73,7 @@ def build_batch(
 
 
 def _all_of(layout: Layout, num_tokens: int) -> Share:
-    """Return the share of a process that holds all tokens."""
+    """Return the share for a process that holds all tokens."""
     return Share(layout.documents, [(0, num_tokens, 1)], None)
 
 
@@ -87,14 +87,14 @@ def build_share(
     sources: Sources | None = None,
     place_source: Place | None = None,
 ) -> tuple[CompactBatch, PackedDocuments]:
-    """Build one rank's share of the batch, [1, t], and return it with the documents of all ranks.
+    """Build one rank's share of the batch, [1, t], and return it with the documents on all ranks.
 
-    The documents do not include padding after the rows. Reads only this rank's tokens and one beyond each run of them,
-    if runs have a step of 1. ``place_source`` selects this rank's tokens of the sources; None uses ``place``.
+    The documents exclude padding after the rows. Reads only this rank's tokens, and one beyond each run if its step is
+    1. ``place_source`` selects this rank's source tokens; None means ``place``.
     """
     layout = Layout.of(rows, seq_len, of_pairs=sources is not None)
     batch = _share(shards, layout, place(layout.documents), seq_len, masking)
-    # Sources are placed separately: their rows have another length, and other documents.
+    # Place sources separately: their rows have another length and other documents.
     if sources is not None:
         other = Layout.of([row.source for row in rows], sources.seq_len, of_pairs=True)
         share = (place_source or place)(other.documents)
@@ -107,12 +107,12 @@ def _share(
 ) -> CompactBatch:
     """Return one rank's share of one side."""
     num_tokens = sum(count for _, count, _ in share.runs)
-    # The capacity of experts is per row.
+    # The capacity of experts is per row, so pass the row length although the share is one flat row.
     return _read(shards, layout, share, (1, num_tokens), row_tokens=seq_len, masking=masking)
 
 
 def documents_of(rows: Sequence[Row], seq_len: int, *, of_pairs: bool = False) -> PackedDocuments:
-    """Return the documents of such a batch without reading tokens."""
+    """Return the batch's documents without reading tokens."""
     return Layout.of(rows, seq_len, of_pairs=of_pairs).documents
 
 
@@ -120,9 +120,9 @@ Lengths = tuple[int, ...]
 
 
 def lengths_of(rows: Sequence[Row], seq_len: int, source_seq_len: int = 0) -> Iterator[tuple[Lengths, ...]]:
-    """Yield the lengths of each row's documents, including padding, which is attended to as well.
+    """Yield each row's document lengths, and for pairs their source lengths.
 
-    For pairs, yield the lengths of their sources as well.
+    Padding counts as a document, because attention is computed on it too.
     """
     for row in rows:
         own = documents_of([row], seq_len, of_pairs=source_seq_len > 0).lengths
@@ -134,16 +134,16 @@ def lengths_of(rows: Sequence[Row], seq_len: int, source_seq_len: int = 0) -> It
 
 @dataclass(slots=True)
 class _Buffer:
-    """Growing buffer of a share's data."""
+    """Growing buffer for a share's data."""
 
     ends: bytearray
-    """A ``DocumentEnd`` of each document."""
+    """One ``DocumentEnd`` per document."""
     padding: int
-    """What fills rows."""
+    """Padding id inside rows."""
     dtype: np.dtype
-    """That of the tokens."""
+    """Token dtype."""
     parts: list[np.ndarray] = field(default_factory=list)
-    """The entries of ``CompactBatch.ids``: views, laid end to end once all are there."""
+    """Entries for ``CompactBatch.ids``: views, joined once all are present."""
     spans: list[Span] = field(default_factory=list)
     at: int = 0
     """Entries so far."""
@@ -152,7 +152,7 @@ class _Buffer:
 
     @classmethod
     def of(cls, layout: Layout, padding: int, tokens: list[np.ndarray]) -> _Buffer:
-        """Return an empty buffer for these tokens."""
+        """Create an empty buffer for these tokens."""
         ends = bytearray(layout.documents.num_documents)
         for number in layout.padding:
             ends[number] = DocumentEnd.PADDING
@@ -162,18 +162,18 @@ class _Buffer:
         return cls(ends, padding, dtype)
 
     def ids(self) -> np.ndarray:
-        """Return all entries: uint16 as in the shards of a vocabulary of up to 65,536 ids, otherwise int32."""
-        # A tenth of the time that NumPy takes for each part.
+        """Return all entries: uint16 if the shards store uint16 (vocabulary up to 65,536 ids), int32 otherwise."""
+        # A tenth of the time that NumPy takes per part.
         joined = bytearray().join(self.parts)  # pyright: ignore[reportArgumentType], arrays say so from Python 3.12 on
         if len(joined) == self.at * self.dtype.itemsize:
-            # A vocabulary has fewer ids than int32, whatever the shards' type.
+            # Reinterpret uint32 as int32: vocabularies have fewer than 2^31 ids.
             return np.frombuffer(joined, _IDS.get(self.dtype, self.dtype))
-        # Several types: runs with a step, or a mix of documents with and without fill-in-the-middle.
+        # Dtypes differ: runs with a step, or documents with and without fill-in-the-middle.
         return np.concatenate(self.parts, dtype=np.int32, casting="same_kind")
 
 
 _IDS = {np.dtype(np.uint32): np.dtype(np.int32)}
-"""The types that ids have in a batch, where those of shards are others."""
+"""Batch dtype by shard dtype, if they differ."""
 _NO_SPANS = np.empty((0, len(Span._fields)))
 
 
@@ -186,10 +186,10 @@ def _read(
     row_tokens: int = 0,
     masking: Masking | None = None,
 ) -> CompactBatch:
-    """Read the tokens of a share, with their targets, documents and masks."""
+    """Read a share's tokens, with targets, documents and masks."""
     layout = layout.padded(share.documents)
     held = [_held(layout.documents, *run) for run in share.runs]
-    # All at once, so that each file is checked once, and right before it is read.
+    # Read everything in one call, so that each file is verified once, right before it is read.
     found = shards.slices(layout.wanted(held))
     buffer, tokens = _Buffer.of(layout, shards.padding, found), iter(found)
     for own, (start, count, step) in zip(held, share.runs, strict=True):
@@ -233,15 +233,15 @@ def _held(documents: PackedDocuments, start: int, count: int, step: int) -> list
     if step == 1:
         return found
     on_step = ((number, first + (start - first) % step, last) for number, first, last in found)
-    # A document shorter than a step may have no token here.
+    # A document shorter than the step may have no token on this rank.
     return [held for held in on_step if held[1] < held[2]]
 
 
 def _counted_targets(shards: Readable, layout: Layout, held: Iterable[list[Held]]) -> np.ndarray:
-    """Return the runs of tokens of the micro-batch whose target counts, as pairs of bounds, int64 [2 · runs].
+    """Return the runs of tokens with a target in the loss, as pairs of bounds, int64 [2 · runs].
 
-    Only documents with tokens on this rank are included. A token's target is the next token of its document, so the
-    runs are those of the shards shifted by one, cut at the ends of pieces.
+    Covers only documents with tokens on this rank. A token's target is the next token in its document, so these are the
+    shards' runs shifted by one and cut at piece ends.
     """
     assert not isinstance(shards, Examples), "all of an example counts"
     found: list[np.ndarray] = [np.empty(0, np.int64)]
@@ -252,9 +252,10 @@ def _counted_targets(shards: Readable, layout: Layout, held: Iterable[list[Held]
         document, start, stop = piece
         bounds = shards.counted(document)
         if bounds is None:
-            # All but the document's first token, which is never a target.
+            # All tokens except the document's first, which is never a target.
             length = int(shards.lengths_of(np.array([document]))[0])
             bounds = np.array([1, max(length, 1)], np.int64)
+        # Shift bounds from target tokens to the tokens that predict them, then clip to this piece.
         inside = np.clip(bounds - 1, start, stop).reshape(-1, 2)
         inside = inside[inside[:, 0] < inside[:, 1]]
         found.append(inside.ravel() + (layout.documents.bounds[number] - start))
@@ -269,7 +270,7 @@ def _masked(
     found: Sequence[np.ndarray],
     masking: Masking,
 ) -> np.ndarray:
-    """Return this rank's chosen tokens and their replacements, int32 [2, chosen]."""
+    """Return this rank's chosen token indices and their replacements, int32 [2, chosen]."""
     pieces, local = [], 0
     for own, (start, count, step) in zip(held, share.runs, strict=True):
         for number, first, last in own:
@@ -279,6 +280,7 @@ def _masked(
                 offset = begin - layout.documents.bounds[number]
                 pieces.append((number, document, first + offset, last + offset, local + (first - start) // step, step))
         local += count
+    # Whole-word masking needs the tokens before each piece to find the word that the piece starts in.
     context: Sequence[np.ndarray] = [np.empty(0, np.int32)] * len(pieces)
     if masking.context:
         context = shards.slices([(document, max(0, a - masking.context), a) for _, document, a, *_ in pieces])
@@ -293,7 +295,8 @@ def _masked(
 
 
 def _owner(shards: Readable, document: int) -> tuple[int, int]:
-    """Return a document's folder, and the number that seeds its random draws."""
+    """Return a document's folder and the number that seeds its random draws."""
+    # Folder-local numbers, so that a document's masks do not depend on the mixture it is read in.
     if isinstance(shards, Examples):
         return 0, shards.key(document)
     folder = int(np.searchsorted(shards.first_documents, document, side="right")) - 1
@@ -301,7 +304,9 @@ def _owner(shards: Readable, document: int) -> tuple[int, int]:
 
 
 def _segments(examples: Examples, layout: Layout, share: Share, held: Sequence[list[Held]]) -> dict[str, torch.Tensor]:
-    """Return the starts of the second segments of documents with tokens here, and the first tokens that are here."""
+    """Return the second segments' starts for documents on this rank, and each local document start with its order
+    label.
+    """
     bounds = layout.documents.bounds
     seconds, firsts, local = np.zeros(layout.documents.num_documents, np.int64), [np.empty((0, 2), np.int32)], 0
     for own, (start, count, step) in zip(held, share.runs, strict=True):
@@ -318,13 +323,14 @@ def _segments(examples: Examples, layout: Layout, share: Share, held: Sequence[l
 
 
 def _num_inside(bounds: np.ndarray, start: int, count: int, step: int) -> int:
-    """Return the number of a run's tokens inside runs with these bounds."""
+    """Count a run's tokens inside runs with these bounds."""
+    # ``bounds`` alternate start, end: a token is inside a run if an odd number of bounds is at or before it.
     tokens = np.arange(start, start + count * step, step)
     return int((np.searchsorted(bounds, tokens, side="right") % 2).sum())
 
 
 def _sources(shards: Readable, layout: Layout) -> torch.Tensor | None:
-    """Return the source of each document; None if there is only one source."""
+    """Return each document's source index, -1 for padding; None if there is a single source."""
     if len(shards.first_documents) == 1:
         return None
     sources = np.full(layout.documents.num_documents, -1)
@@ -336,7 +342,7 @@ def _sources(shards: Readable, layout: Layout) -> torch.Tensor | None:
 
 
 def _add_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[np.ndarray], start: int) -> None:
-    """Add the documents of a contiguous run: one span, and another one after each cut piece."""
+    """Add a contiguous run's documents: one span, and a further span after each cut piece."""
     ends = buffer.ends
     last_number, last_first, last = run[-1]
     if ends.count(DocumentEnd.PADDING, run[0][0], last_number + 1):
@@ -348,13 +354,13 @@ def _add_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[
     if following and following != len(own[-1]) - (last - last_first):
         _add_cut_run(buffer, layout, run, iter(own), start)
         return
-    # The common case: no padding, and at most the last piece was cut. All at once.
+    # Fast path: no padding, and at most the last piece was cut.
     buffer.parts += own
     buffer.spans.append(Span(start, last - start, 1, buffer.at))
     buffer.num_tokens += last - start
     buffer.num_targets += num_entries - len(own)
     if not following:
-        # Never used as a target, but no uninitialized memory is sent to a device.
+        # Never used as a target, but keeps uninitialized memory from reaching the device.
         buffer.parts.append(np.zeros(1, buffer.dtype))
         num_entries += 1
     elif last == layout.documents.bounds[last_number + 1]:
@@ -362,8 +368,10 @@ def _add_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[
     buffer.at += num_entries
 
 
+# A span's targets are its entries shifted by one, so the entry after each cut piece is that piece's next token. This
+# moves all later entries by one, which requires a new span.
 def _add_cut_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[np.ndarray], start: int) -> None:
-    """Add the documents of a run of any pieces, one by one."""
+    """Add a run with padding or several cut pieces, document by document."""
     bounds, ends, parts = layout.documents.bounds, buffer.ends, buffer.parts
     at = span_at = buffer.at
     last, following, num_tokens, num_targets = start, 0, 0, 0
@@ -373,7 +381,7 @@ def _add_cut_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Itera
             parts.append(np.full(num, layout.padding_id(number, buffer.padding), buffer.dtype))
             at += num
             continue
-        # One token more than this rank has, unless the document ends.
+        # One token more than this rank holds, unless the document ends.
         part = next(tokens)
         parts.append(part)
         size = len(part)
@@ -382,14 +390,15 @@ def _add_cut_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Itera
         num_tokens += num
         num_targets += size - 1
         if following and last == bounds[number + 1]:
-            # Cut here: otherwise the next document's first token would be in the place of the following token.
+            # Start a new span: otherwise the next document's first token would be at the index of this piece's next
+            # token.
             ends[number] = DocumentEnd.MORE
             buffer.spans.append(Span(start, last - start, 1, span_at))
             start, span_at = last, at
     if start < last:
         buffer.spans.append(Span(start, last - start, 1, span_at))
         if not following:
-            # Never used as a target, but no uninitialized memory is sent to a device.
+            # Never used as a target, but keeps uninitialized memory from reaching the device.
             parts.append(np.zeros(1, buffer.dtype))
             at += 1
     buffer.at = at
@@ -398,7 +407,8 @@ def _add_cut_run(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Itera
 
 
 def _add_strided(buffer: _Buffer, layout: Layout, run: list[Held], tokens: Iterator[np.ndarray], span: Span) -> None:
-    """Add the documents of a run of every ``step``-th token: one span, followed by the next tokens of its tokens."""
+    """Add a strided run: one span with its tokens, followed by each token's next token."""
+    # With step > 1, neighboring entries are not consecutive tokens, so targets need an array of their own.
     bounds, step = layout.documents.bounds, span.step
     own, behind = np.zeros((2, span.count), buffer.dtype)
     for number, first, last in run:

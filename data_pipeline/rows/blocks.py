@@ -1,9 +1,8 @@
-"""Blocks of an epoch: about 65,000 documents are planned at a time, so startup costs the same for any corpus.
+"""Epoch blocks: about 65,000 documents are planned at a time, so startup costs the same for any corpus.
 
-A permutation computed on the fly assigns the documents of an epoch to blocks, and each block is packed separately
-(``plan_parts``). So block b of epoch e is a function of (manifest, seq_len, seed, e, b): it can be planned without the
-previous blocks, on any rank. The number of rows of an epoch is known only after planning all its blocks; before that
-there is an estimate.
+A permutation computed on demand assigns an epoch's documents to blocks, and each block is packed separately
+(``plan_parts``). So block b in epoch e is a function of (manifest, seq_len, seed, e, b): any rank can plan it without
+the previous blocks. An epoch's row count is known only once all its blocks are planned; until then it is an estimate.
 """
 
 from __future__ import annotations
@@ -30,46 +29,46 @@ from data_pipeline.shuffle import Permutation
 from longctx.errors import ConfigError, DataError
 
 PLAN_VERSION = 2
-"""Changes with the order of rows: a loader state refers to rows of one version. A single block is as in version 1."""
+"""Changes with the row order: loader states refer to rows in one version. A single block equals version 1."""
 
 MIN_DOCUMENTS = 1 << 16
-"""Documents of a block, at least: enough to find one that fits, and a plan in less than 0.1 s."""
+"""Minimum documents per block: enough for a good fit, planned in less than 0.1 s."""
 MIN_ROWS = 256
-"""Rows of a block, at least: its last row is half empty on average, which is 0.2 % of so many."""
+"""Minimum rows per block: a block's last row is half empty on average, 0.2 % of this many."""
 MAX_DOCUMENTS = MAX_ROWS = 1 << 20
-"""What bounds the memory and the time of a plan where the two lower bounds would not: about 100 MB, and a second."""
+"""Upper bounds that override the minimums to limit a plan's memory and time to about 100 MB and one second."""
 
 MAX_FILES = 1024
-"""Shards that a block reads lengths from: each costs a few disk reads. A corpus of more is dealt out in runs."""
+"""Shards from which a block reads lengths: each costs a few disk reads. With more shards, documents are assigned in
+runs."""
 
 _DEAL = 0
-"""Salt of the permutation; ``rows.pack`` has the others."""
+"""Salt for the permutation; ``rows.pack`` has the other salts."""
 
 
 @dataclass(frozen=True)
 class PackReport:
-    """Cost of packing: of one epoch, or of its first blocks, scaled to the full epoch."""
+    """Packing cost for one epoch, counted exactly or extrapolated from its first blocks."""
 
     rows: int
     tokens: int
     padding_tokens: int
     padding_share: float
-    """Padding tokens divided by all tokens of the rows."""
+    """Padding tokens divided by all row tokens."""
     documents_cut: int
-    """Documents that do not stand in one row whole: by best fit exactly those longer than a row."""
+    """Documents not contained completely in a single row: with best fit exactly those longer than a row."""
     truncated_tokens: int
-    """Tokens of documents that stand in no row: 0 unless rests are left out, and counted rather than assumed."""
+    """Document tokens in no row, counted and not assumed; 0 unless a rule drops pieces."""
     planned_documents: int
-    """Documents that were planned to count this."""
+    """Documents planned for these counts."""
     exact: bool
-    """Whether these are all. Else the rest is taken to be like them, and rows, padding and cuts are estimates."""
+    """True if all documents were planned. Otherwise rows, padding and cuts are extrapolated from the planned ones."""
     pairs_left_out: int | None = None
-    """Pairs that no row can hold, as they are longer than a row on either side; None of other documents. They count
-    among the documents that are cut."""
+    """Pairs in no row because they exceed a row on either side; included in ``documents_cut``. None without pairs."""
 
     @classmethod
     def of(cls, plans: Iterable[RowPlan], seq_len: int) -> PackReport:
-        """Return the sums over these plans."""
+        """Add up the counts over these plans."""
         rows = packed = kept = tokens = cut = documents = 0
         pairs = None
         for plan in plans:
@@ -89,7 +88,7 @@ class PackReport:
 
     @classmethod
     def together(cls, reports: Sequence[PackReport], seq_len: int) -> PackReport:
-        """Return the combined report of several corpora, or of several blocks."""
+        """Combine reports from several corpora or several blocks."""
         pairs = [report.pairs_left_out for report in reports if report.pairs_left_out is not None]
         rows = sum(report.rows for report in reports)
         padding = sum(report.padding_tokens for report in reports)
@@ -106,9 +105,9 @@ class PackReport:
         )
 
     def scaled(self, documents: Fraction, tokens: Fraction, seq_len: int) -> PackReport:
-        """Return an estimate for ``documents`` times the documents and ``tokens`` times the tokens of this sample.
+        """Extrapolate from this sample to ``documents`` times its documents and ``tokens`` times its tokens.
 
-        Rows grow in proportion to the tokens packed into them.
+        Rows grow in proportion to the packed tokens.
         """
         rows, packed = math.ceil(self.rows * tokens), round(self.tokens * tokens)
         pairs = self.pairs_left_out
@@ -127,44 +126,52 @@ class PackReport:
 
 
 @dataclass(frozen=True)
+# Block shuffle. Permuting runs of neighboring documents and giving block b the b-th interval in the permutation yields
+# three properties:
+#
+#   * Every document is in exactly one block per epoch: the intervals partition the permutation's domain.
+#   * Block b costs O(block size): ``Permutation`` maps an index to a run without a stored order.
+#   * A block's documents are scattered over the corpus, down to single documents with up to ``MAX_FILES`` shards. With
+#     more shards, runs bound the files that a block touches. Within a block every document is shuffled on its own
+#     (``plan_parts``).
 class Deal:
     """Assignment of an epoch's documents to blocks."""
 
     num_blocks: int
     run_documents: int = 1
-    """Neighbours in the shards that come to one block together. Within it each has a place of its own."""
+    """Adjacent documents assigned to the same block; their order within the block is shuffled individually."""
 
     @classmethod
     def of(cls, documents: int, tokens: int, shards: int, seq_len: int) -> Deal:
-        """Return the assignment for a corpus: as many blocks as still have enough documents and rows, at least one."""
-        # As many as leave each block enough documents, and enough tokens for its rows …
+        """Choose as many blocks as still have enough documents and rows each, and at least one."""
+        # At most as many blocks as leave each enough documents, and enough tokens for its rows …
         most = min(documents // MIN_DOCUMENTS, tokens // (MIN_ROWS * seq_len))
-        # … unless a block would be too large: short documents in very long rows, or very long ones in short rows.
+        # … unless a block would get too large: short documents in very long rows, or very long ones in short rows.
         least = max(-(-documents // MAX_DOCUMENTS), -(-tokens // (MAX_ROWS * seq_len)))
         num_blocks = max(1, most, min(least, documents))
         if shards <= MAX_FILES:
             return cls(num_blocks)
-        # One shard per run, or two if it crosses from one to the next.
+        # Each run touches one shard, or two if it crosses a boundary.
         return cls(num_blocks, max(1, documents // num_blocks // MAX_FILES))
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The first rows of a block, or of its remaining part, that were taken at one row length."""
+    """Rows taken at one length from the start of a block, or from its remaining part."""
 
     row_tokens: int
     rows: int
 
 
 _Key = tuple[int, int, int, tuple[Stretch, ...]]
-"""Epoch, block, tokens of a row, and the rows that were taken before: a plan is a function of these."""
+"""Epoch, block, row length, and the rows already taken at other lengths: a plan is a function of these."""
 
 
 class BlockPlanner:
-    """Planner of a shard folder's rows, block by block. It holds two blocks at a time and is thread-safe."""
+    """Plans a shard folder's rows block by block; thread-safe, with two blocks in memory."""
 
     _HELD = 2
-    """Blocks in memory: the one that is read, and the next."""
+    """Blocks in memory: the current and the next one."""
 
     def __init__(
         self,
@@ -179,10 +186,11 @@ class BlockPlanner:
         fim: Fim | None = None,
         source_seq_len: int = 0,
     ) -> None:
-        """Initialize; ``deal`` defaults to that of the corpus, and ``fim`` is ``packing.fim`` resolved for this folder.
+        """Initialize; ``deal`` defaults to the corpus's assignment, and ``fim`` is ``packing.fim`` resolved for this
+        folder.
 
-        ``source_seq_len`` bounds the sources of a row of pairs. Raises ConfigError for pairs without it, and if it is
-        set without pairs.
+        ``source_seq_len`` bounds the source tokens in a row. Raises ConfigError if pairs come without it, or it comes
+        without pairs.
         """
         self._tokens_around = 0
         if packing.examples is None:
@@ -206,10 +214,10 @@ class BlockPlanner:
     def plan(
         self, epoch: int, block: int, *, row_tokens: int | None = None, before: tuple[Stretch, ...] = ()
     ) -> RowPlan:
-        """Return the rows of a block; wait if a thread is planning it. Raise DataError if shards cannot be read.
+        """Return a block's rows, waiting if another thread is planning it; raise DataError if shards cannot be read.
 
-        Rows have ``row_tokens`` tokens, by default ``seq_len``, and are made of the part of the block that remains
-        after the stretches ``before``.
+        Rows have ``row_tokens`` tokens (default ``seq_len``) and contain the part of the block that remains after
+        ``before``.
         """
         key = (epoch, block, row_tokens or self._seq_len, before)
         future, is_new = self._claim(key)
@@ -218,37 +226,37 @@ class BlockPlanner:
         return future.result()
 
     def prepare(self, epoch: int, block: int, *, row_tokens: int | None = None) -> None:
-        """Plan a block in a background thread, unless it is already planned or being planned."""
+        """Plan a block on a background thread unless it is planned or being planned."""
         key = (epoch, block, row_tokens or self._seq_len, ())
         future, is_new = self._claim(key)
         if is_new:
-            # A daemon: a rank that fails does not wait for the disk.
+            # A daemon thread, so that a failing rank exits without waiting for the disk.
             thread = threading.Thread(target=self._fulfil, args=(future, key), name="longctx-plan", daemon=True)
             thread.start()
 
     def next_block(self, epoch: int, block: int) -> tuple[int, int]:
-        """Return epoch and number of the block after this one."""
+        """Return the epoch and index of the next block."""
         if block + 1 < self.num_blocks:
             return epoch, block + 1
         return epoch + 1, 0
 
     def documents(self, epoch: int, block: int) -> np.ndarray:
-        """Return the numbers of a block's documents, int64 [n], ascending, so that shards are read front to back."""
+        """Return a block's documents, int64 [n], ascending, so that shards are read front to back."""
         count = self._shards.num_documents
         runs = -(-count // self._run)
-        # As equal as possible: a last block of a few documents would be mostly padding.
+        # Divide evenly: a last block with a few documents would be mostly padding.
         numbers = np.arange(block * runs // self.num_blocks, (block + 1) * runs // self.num_blocks)
         if self._shuffle:
-            # Their order within the block is set by ``plan_parts``.
+            # Sorted here; ``plan_parts`` shuffles within the block.
             numbers = np.sort(Permutation(runs, self._seed, epoch, _DEAL).at(numbers))
         documents = (numbers[:, None] * self._run + np.arange(self._run)).ravel()
         # The last run may be shorter.
         return documents[documents < count]
 
     def report(self, epoch: int = 0, *, documents: int = 1) -> PackReport:
-        """Return the cost of packing an epoch, estimated from the first blocks with at least ``documents`` documents.
+        """Report an epoch's packing cost, extrapolated from the first blocks with at least ``documents`` documents.
 
-        Counts are scaled to the epoch. Blocks are counted until there is a row, if necessary to the epoch's end.
+        Plans further blocks until there is a row, if necessary to the end of the epoch.
         """
         least = -(-documents * self.num_blocks // max(self._shards.num_documents, 1))
         report, blocks, planned = PackReport.of([], self._seq_len), 0, 0
@@ -260,18 +268,20 @@ class BlockPlanner:
             return report
         tokens = self._shards.num_tokens - self._tokens_around * self._shards.num_documents
         if self._upsample or report.pairs_left_out is not None:
-            # Copies by upsampling are unknown until they are drawn; for pairs their number is a better measure than
-            # their tokens, since the longest pairs are in no row. Blocks have equal numbers of documents.
+            # Upsampling's copies are unknown until drawn, and for pairs the document count is a better measure than
+            # tokens, since the longest pairs are in no row. Blocks have equal document counts, so scale by blocks.
             tokens, planned = self.num_blocks, blocks
         return report.scaled(Fraction(self.num_blocks, blocks), Fraction(tokens, planned), self._seq_len)
 
     def no_row(self, instead: str = "") -> ConfigError | DataError:
-        """Return the error for epochs without a row; ``instead`` adds another remedy to its message."""
+        """Build the error for epochs without a row; ``instead`` adds another remedy to its message."""
         blocks = (self.documents(0, block) for block in range(self.num_blocks))
         return no_row(self._shards, self._packing.examples, (self._seq_len, self._source_seq_len), blocks, instead)
 
     def _claim(self, key: _Key) -> tuple[Future[RowPlan], bool]:
         """Return the block's future, and whether the caller has to plan it."""
+        # Concurrent callers share one future: the first plans, the others wait for its result. A future evicted while
+        # in use stays valid for its holders.
         with self._lock:
             future = self._plans.get(key)
             is_new = future is None
@@ -283,11 +293,11 @@ class BlockPlanner:
         return future, is_new
 
     def _fulfil(self, future: Future[RowPlan], key: _Key) -> None:
-        """Plan a block and set the result or exception of its future."""
+        """Plan a block and set its future's result or exception."""
         try:
             plan = self._planned(key)
         except BaseException as error:
-            # Not kept: the next request tries again.
+            # Do not cache failures: the next request tries again.
             with self._lock:
                 self._plans.pop(key, None)
             future.set_exception(error)
@@ -295,9 +305,9 @@ class BlockPlanner:
             future.set_result(plan)
 
     def _planned(self, key: _Key) -> RowPlan:
-        """Plan the block: its documents, or the remaining ones if another row length began within it.
+        """Plan a block's documents, or the remaining ones if another row length took effect within the block.
 
-        No token that was already taken is planned again.
+        Tokens that were already taken are never planned again.
         """
         epoch, block, row_tokens, before = key
         order: dict[str, Any] = {"seed": self._seed, "epoch": epoch, "block": block, "shuffle": self._shuffle}
@@ -307,13 +317,15 @@ class BlockPlanner:
             left = copies_of(left, self._upsample, seed=self._seed, epoch=epoch)
         if self.fim is not None:
             left = replace(left, stops=self.fim.lengths(left.documents, left.stops))
+        # Replay each earlier row length: plan it, skip the rows taken at that length, and rejoin the pieces that it
+        # cut.
         for stretch in before:
             left = plan_parts(left, stretch.row_tokens, **order).parts_from(stretch.rows)
         return plan_parts(left, row_tokens, **order)
 
 
 def _parts_of(shards: ShardSet, documents: np.ndarray, tokens_around: int) -> Parts:
-    """Return the parts of these documents to plan, without ``tokens_around``; drop documents without text."""
+    """Return the parts to plan for these documents, without ``tokens_around``; drop documents without text."""
     lengths = shards.lengths_of(documents)
     if shards.manifest.has_sources:
         return Parts.whole(documents, lengths, shards.lengths_of(documents, "source"))
@@ -324,7 +336,7 @@ def _parts_of(shards: ShardSet, documents: np.ndarray, tokens_around: int) -> Pa
 
 
 class FirstRows:
-    """At most ``max_rows`` rows of epoch 0; all, if None. Two blocks of them are in memory at a time."""
+    """At most ``max_rows`` rows from epoch 0 (all if None), with two blocks in memory at a time."""
 
     def __init__(
         self,
@@ -336,12 +348,12 @@ class FirstRows:
         source_seq_len: int = 0,
         packing: Packing = BEST_FIT,
     ) -> None:
-        """Plan enough blocks for ``max_rows``; ``deal`` defaults to that of the folder."""
-        # No shuffle and no seed: losses of different runs are over the same rows.
+        """Plan enough blocks for ``max_rows``; ``deal`` defaults to the folder's."""
+        # Neither shuffled nor seeded: losses from different runs are over the same rows.
         self._planner = BlockPlanner(
             shards, seq_len, shuffle=False, deal=deal, source_seq_len=source_seq_len, packing=packing
         )
-        # Plan blocks until there are enough rows: for a large folder only the first, or the first few.
+        # Plan only as many blocks as needed: for a large folder the first, or the first few.
         counts: list[int] = []
         while len(counts) < self._planner.num_blocks and (max_rows is None or sum(counts) < max_rows):
             counts.append(self._planner.plan(0, len(counts)).num_rows)
@@ -357,6 +369,6 @@ class FirstRows:
         return self._num_rows
 
     def __getitem__(self, row: int) -> Row:
-        """Return a row by its number."""
+        """Return a row by its index."""
         block = bisect.bisect_right(self._first_rows, row) - 1
         return self._planner.plan(0, block).row(row - self._first_rows[block])

@@ -31,7 +31,7 @@ def check_sides(shards: ShardSet, source_seq_len: int) -> None:
 
 
 def check_one_folder(mixture: str | Path, examples: ExampleRule | None, source_seq_len: int) -> None:
-    """Raise ConfigError if a mixture is used for pairs, or for examples made from texts."""
+    """Raise ConfigError if a mixture is used for pairs or for examples made from texts."""
     if examples is not None:
         raise ConfigError(
             f"{examples} are made of the texts of one folder, and {mixture} is a mixture.\n"
@@ -45,7 +45,7 @@ def check_one_folder(mixture: str | Path, examples: ExampleRule | None, source_s
 
 
 def check_no_pairs(mixture: str | Path, sources: Iterable[tuple[str, Manifest]]) -> None:
-    """Raise ConfigError if a source of a mixture, given as name and manifest, holds pairs."""
+    """Raise ConfigError if a mixture's source, given as name and manifest, contains pairs."""
     for name, manifest in sources:
         if manifest.has_sources:
             raise ConfigError(
@@ -57,9 +57,9 @@ def check_no_pairs(mixture: str | Path, sources: Iterable[tuple[str, Manifest]])
 def no_row(
     shards: ShardSet, examples: ExampleRule | None, budgets: tuple[int, int], blocks: Iterable[np.ndarray], instead: str
 ) -> ConfigError | DataError:
-    """Return the error for an epoch without rows, given its documents in blocks, with advice.
+    """Build the error for an epoch without rows, given its documents in blocks, with a suggestion.
 
-    ``budgets`` are the tokens of a row and of its sources; ``instead`` is another remedy for the message.
+    ``budgets`` are the tokens per row for targets and sources; ``instead`` is another remedy for the message.
     """
     if not shards.num_documents:
         return DataError(f"{shards.folder} holds no documents. Build it again from a source with text.")
@@ -81,13 +81,13 @@ def _no_pair_fits(
     shortest, wanted = budgets, budgets
     for documents in blocks:
         sides = shards.lengths_of(documents), shards.lengths_of(documents, "source")
-        # Factor by which rows would have to be longer for each pair.
+        # Factor by which rows would have to grow for each pair to fit.
         factors = np.maximum(sides[0] / budgets[0], sides[1] / budgets[1])
         pair = int(factors.argmin())
         if factors[pair] < closest:
             closest, shortest = factors[pair], (int(sides[0][pair]), int(sides[1][pair]))
         if wanted == budgets:
-            # One block is enough to estimate the length of most of them.
+            # One block suffices to estimate row lengths that hold most pairs.
             wanted = (_roomy(sides[0], budgets[0]), _roomy(sides[1], budgets[1]))
     return ConfigError(
         f"no pair of {shards.folder} fits data.seq_len={budgets[0]} and data.source_seq_len={budgets[1]}: the shortest "

@@ -1,4 +1,4 @@
-"""``ExampleRule``: the properties of examples made from texts that packing needs."""
+"""``ExampleRule``: properties that packing needs to know about examples made from texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class ExampleRule(Protocol):
-    """Lengths of the examples made from pieces of texts (``rows.examples``)."""
+    """Lengths of examples made from text pieces (``rows.examples``)."""
 
     @property
     def has_segments(self) -> bool:
@@ -17,17 +17,17 @@ class ExampleRule(Protocol):
 
     @property
     def least_tokens(self) -> int:
-        """Tokens of the shortest piece that makes an example; shorter ones are left out."""
+        """Length of the shortest piece that makes an example; shorter pieces are dropped."""
         ...
 
     def most_tokens(self, seq_len: int, source_seq_len: int) -> int:
-        """Return the tokens of the longest piece whose example fits into a row."""
+        """Return the longest piece length with an example that fits into a row."""
         ...
 
     def lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the tokens of the examples of pieces of these lengths."""
+        """Return the example lengths for pieces of these lengths."""
         ...
 
     def source_lengths(self, lengths: np.ndarray) -> np.ndarray | None:
-        """Return the tokens of each example's encoder input; None if there is none."""
+        """Return each example's encoder input length, if examples have encoder input."""
         ...

@@ -1,7 +1,7 @@
-"""``Examples``: training examples made from pieces of texts: corrupted texts, or two segments in some order.
+"""``Examples``: training examples made from text pieces, either corrupted texts or two segments in some order.
 
-A piece counts a text's tokens without those that the tokenizer puts around it: the example has its own. The length of
-an example depends only on the piece's length, so rows are planned without reading a token.
+A piece excludes the tokens that the tokenizer adds around a text: the example has its own. An example's length depends
+only on its piece's length, so rows are planned without reading a token.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Result of converting one piece."""
+    """Example made from one piece."""
 
     tokens: np.ndarray
     source: np.ndarray | None = None
-    """What an encoder reads beside them."""
+    """Encoder input."""
     second: int = 0
-    """The first token of the second segment; 0 if there is one alone."""
+    """Start token of the second segment; 0 if there is only one segment."""
     order: int = 0
-    """Of two segments 0 if they stand together as they are in the text, 1 if they do not."""
+    """For two segments, 0 if they are consecutive as in the text, 1 otherwise."""
 
 
 PieceOfEpoch = tuple[Piece, int]
-"""A piece, and the epoch that it is read in."""
+"""A piece and the epoch in which it is read."""
 
 
 class Recipe(Protocol):
-    """Maker of examples from a folder's pieces (``rows.spans``, ``rows.segments``)."""
+    """Makes examples from a folder's pieces (``rows.spans``, ``rows.segments``)."""
 
     shards: ShardSet
     rule: ExampleRule
 
     def examples(self, pieces: Sequence[PieceOfEpoch]) -> list[Example]:
-        """Return the example of each piece, reading the texts needed for it."""
+        """Return one example per piece, reading the texts needed for it."""
         ...
 
 
 class Examples:
-    """Examples of some pieces, numbered separately; ``sources`` is their other side."""
+    """Examples from some pieces, with their own numbering; ``sources`` is their other side."""
 
     is_masked = False
     first_documents = (0,)
@@ -60,13 +60,14 @@ class Examples:
 
     @classmethod
     def of_rows(cls, recipe: Recipe, rows: Sequence[Row]) -> tuple[Examples, list[Row]]:
-        """Return the examples of all pieces of these rows, numbered from 0, and the rows of examples."""
+        """Return the examples for all pieces in these rows, numbered from 0, and the rows that contain them."""
         pieces: list[PieceOfEpoch] = []
         found = []
         for row in rows:
             lengths, numbers = np.array(row.lengths, np.int64), range(len(pieces), len(pieces) + len(row))
             epochs = row.epochs or [0] * len(row)
             pieces += zip(row, epochs, strict=True)
+            # Lengths follow from the rule: no text is read here.
             made = Row(numbers, [0] * len(row), recipe.rule.lengths(lengths).tolist())
             made.epochs = epochs
             of_sources = recipe.rule.source_lengths(lengths)
@@ -82,28 +83,28 @@ class Examples:
 
     @property
     def sources(self) -> Examples:
-        """The other side of the same examples."""
+        """Source side of the same examples."""
         other = Examples(self._recipe, self._pieces)
-        # Both sides share the examples already made.
+        # Share the cache, so that both sides make each example once.
         other._made, other._is_source = self._made, True
         return other
 
     def slices(self, pieces: Iterable[Piece]) -> list[np.ndarray]:
-        """Return the tokens of pieces, as ``ShardSet.slices`` does."""
+        """Return the tokens of these pieces, as ``ShardSet.slices`` does."""
         wanted = list(pieces)
         self._make(number for number, _, _ in wanted)
         return [self._tokens(number)[start:stop] for number, start, stop in wanted]
 
     def segments(self, number: int) -> tuple[int, int]:
-        """Return ``Example.second`` and ``Example.order`` of an example."""
+        """Return an example's ``second`` and ``order``."""
         self._make([number])
         return self._made[number].second, self._made[number].order
 
     def counted(self, index: int) -> None:
-        """Return None: all of a target is predicted, and nothing of a source."""
+        """Return None: every target token is predicted, and source tokens never are."""
 
     def key(self, number: int) -> int:
-        """Return a number for the example's piece, the same in any batch, that seeds its random draws."""
+        """Return the number that seeds draws for the example's piece, the same in any batch."""
         (document, start, _), _ = self._pieces[number]
         return key64(document, start)
 
@@ -115,28 +116,28 @@ class Examples:
         return made.source
 
     def _make(self, numbers: Iterable[int]) -> None:
-        # In ascending order, the order of texts on disk; made once, by the first request of either side.
+        # Make missing examples once, in ascending order, which is the order of texts on disk.
         new = sorted(set(numbers) - self._made.keys())
         if new:
             self._made.update(zip(new, self._recipe.examples([self._pieces[number] for number in new]), strict=True))
 
 
 def tokens_around(shards: ShardSet) -> tuple[int, int]:
-    """Return the number of tokens that the tokenizer puts before a text and after it."""
+    """Return how many tokens the tokenizer adds before and after a text."""
     tokenizer = shards.tokenizer()
     return len(tokenizer.begins_with), len(tokenizer.ends_with)
 
 
 def read_texts(shards: ShardSet, pieces: Iterable[Piece]) -> list[np.ndarray]:
-    """Return the tokens of each piece of a text, int32."""
-    # In the shards a document has a begin token, which is not part of its text.
+    """Return each piece's tokens, int32."""
+    # Stored documents start with begin tokens, which are not part of the text.
     before, _ = tokens_around(shards)
     found = shards.slices([(document, start + before, stop + before) for document, start, stop in pieces])
     return [tokens.astype(np.int32) for tokens in found]
 
 
 def check_texts(shards: ShardSet, objective: str, instead: str) -> None:
-    """Raise ConfigError unless a folder holds texts; ``objective`` is the setting that requires them."""
+    """Raise ConfigError unless a folder contains texts; ``objective`` is the setting that requires them."""
     if not shards.is_masked and not shards.manifest.has_sources:
         return
     kind = "pairs" if shards.manifest.has_sources else "conversations"

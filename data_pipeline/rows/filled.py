@@ -1,4 +1,4 @@
-"""``FimDocuments``: documents as they are read, some of them with fill-in-the-middle (``rows.fim``)."""
+"""``FimDocuments``: documents as they are read, some with fill-in-the-middle (``rows.fim``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data_pipeline.shards.reader import Corpus, ShardSet
 
 
 class FimDocuments:
-    """Documents with fill-in-the-middle applied to some, by the ``Fim`` of each folder."""
+    """Documents with fill-in-the-middle, using each folder's ``Fim``."""
 
     def __init__(self, documents: ShardSet | Corpus, fims: Sequence[Fim | None]) -> None:
         assert len(fims) == len(documents.first_documents), "one for each folder"
@@ -22,16 +22,16 @@ class FimDocuments:
         self.is_masked = documents.is_masked
 
     def check_files(self, documents: Iterable[int]) -> None:
-        """Check the files of these documents, as the wrapped documents do."""
+        """Verify these documents' files before they are read."""
         self._documents.check_files(documents)
 
     def slices(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
-        """Return ``slice`` of each piece, after ``check_files``."""
+        """Return ``slice`` for each piece, after ``check_files``."""
         self.check_files({document for document, _, _ in pieces})
         return [self.slice(document, start, stop) for document, start, stop in pieces]
 
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
-        """Return the tokens of each of these documents [n] as it is read, int64."""
+        """Return the length of each document [n] as it is read, int64."""
         lengths = self._documents.lengths_of(documents).copy()
         folders = np.searchsorted(self.first_documents, documents, side="right") - 1
         for number, fim in enumerate(self._fims):
@@ -41,24 +41,26 @@ class FimDocuments:
         return lengths
 
     def counted(self, index: int) -> np.ndarray | None:
-        """Return the wrapped documents' counted runs: folders that record them have no fill-in-the-middle."""
+        """Return the stored target runs: folders that record them have no fill-in-the-middle."""
         return self._documents.counted(index)
 
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens ``start`` to ``stop`` of a document as it is read; there are none beyond its end.
+        """Return tokens ``start`` to ``stop`` in a document as it is read, clipped to its end.
 
-        Only the requested part of the document itself is read.
+        Reads only the stored tokens needed for this range.
         """
         folder = bisect.bisect_right(self.first_documents, index) - 1
         fim, own = self._fims[folder], index - self.first_documents[folder]
         if fim is None:
             return self._documents.slice(index, start, stop)
         length = int(self._documents.lengths_of(np.array([index]))[0])
+        # A document that is not selected keeps its length, so equal lengths mean that it is read unchanged.
         read_as = int(fim.lengths(np.array([own]), np.array([length]))[0])
         if read_as == length:
             return self._documents.slice(index, start, stop)
         found: list[np.ndarray] = [np.empty(0, np.int32)]
         stop = min(stop, read_as)
+        # Walk the segments that overlap the range; ``at`` is the running offset in the document as it is read.
         for segment in range(start // fim.segment_tokens, -(-stop // fim.segment_tokens)):
             at = segment * fim.segment_tokens
             for part in fim.parts(own, length, segment):
@@ -75,4 +77,4 @@ class FimDocuments:
 
 
 Documents = ShardSet | Corpus | FimDocuments
-"""What rows are read of."""
+"""Data that rows are read from."""

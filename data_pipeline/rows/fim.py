@@ -1,15 +1,15 @@
-"""Fill in the middle: some documents are read as prefix, suffix, middle, so that a model learns to fill a gap.
+"""Fill-in-the-middle: some documents are reordered as prefix, suffix, middle, so that a model learns to fill gaps.
 
 "Efficient Training of Language Models to Fill in the Middle" (Bavarian et al., 2022, arXiv 2207.14255). Plans and rows
-both treat a selected document as a few tokens longer, so nothing is cut off and no token is lost:
+both count a selected document as a few tokens longer, so every token remains and no part is cut off:
 
     begin <prefix> P <suffix> S <middle> M end              PSM
     begin <prefix> <suffix> S <middle> P M end              SPM
 
-P, M, S are the document's text, cut at two places. A document longer than a row is first cut into segments that each
-fill one row, so that a gap is never filled from another row. Rows of several lengths (a mixture's stages) are cut at
-multiples of each, so the segment length is the greatest common divisor of all lengths. The selection of documents,
-their cuts and their form are functions of (seed, document): the same in every epoch, for any ranks.
+P, M, S are the document's text, cut at two positions. A document longer than a row is first cut into segments that each
+fill one row, so that a gap is never filled from another row. If row lengths differ (a mixture's stages), rows end at
+multiples of each length, so the segment length is their greatest common divisor. Selection, cuts and form are functions
+of (seed, document): the same in every epoch, for any ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from longctx.tokenizer.rows import check_rows
 from longctx.tokenizer.special import FimIds
 
 MIN_BODY = 16
-"""Tokens between begin and end of a document, at least: what is shorter has no middle worth the name."""
+"""Minimum text tokens per document: a shorter text has no useful middle."""
 
-# Salts; ``rows.pack`` and ``rows.blocks`` have the others.
+# Salts; ``rows.pack`` and ``rows.blocks`` have the other salts.
 _DOCUMENTS, _CUTS, _SPM = 101, 102, 103
 
 
@@ -39,11 +39,11 @@ class FimRule:
     """Rule that sets the share of documents with fill-in-the-middle, and their form."""
 
     rate: float
-    """Share of the documents."""
+    """Share of documents."""
     spm_rate: float = 0.5
-    """Share of these that are read as SPM."""
+    """Share of the selected documents read as SPM."""
     segment_tokens: int = 0
-    """Longer documents are filled in by segments of so many tokens; 0: the most that divides all lengths of rows."""
+    """Longer documents are split into segments this long; 0: the greatest common divisor of all row lengths."""
 
     def __post_init__(self) -> None:
         for name, value in (("fim_rate", self.rate), ("fim_spm_rate", self.spm_rate)):
@@ -53,11 +53,13 @@ class FimRule:
             raise ConfigError(f"data.fim_segment_tokens={self.segment_tokens} must be at least 0, which is a row's.")
 
     def for_rows(self, row_lengths: Sequence[int]) -> FimRule:
-        """Return the same rule with the segment length resolved for rows of these lengths."""
+        """Return the rule with the segment length resolved for rows of these lengths."""
         return replace(self, segment_tokens=self.segment_tokens or math.gcd(*row_lengths))
 
     def of_state(self, said: str) -> FimRule | None:
-        """Return the rule recorded in a loader's state; None if it differs from this one in more than its segments."""
+        """Return the rule recorded in a loader state; None if it differs from this rule in more than the segment
+        length.
+        """
         segments = re.fullmatch(r".* segments of (\d{1,16})", said)
         if segments is None:
             return None
@@ -67,7 +69,7 @@ class FimRule:
         return found
 
     def cut_by(self, row_lengths: Sequence[int]) -> int | None:
-        """Return the first of these lengths whose rows end within a segment; None if none does."""
+        """Return the first of these row lengths that cuts a segment; None if every length is a multiple of it."""
         return next((length for length in row_lengths if length % (self.segment_tokens or length)), None)
 
     def check_rows(self, row_lengths: Sequence[int]) -> None:
@@ -81,13 +83,13 @@ class FimRule:
             )
 
     def __str__(self) -> str:
-        """Return the rule as recorded in a loader's state."""
+        """Return the rule as recorded in the loader state."""
         return f"{self.rate:g} filled in, {self.spm_rate:g} as SPM, segments of {self.segment_tokens}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fim:
-    """A fill-in-the-middle rule applied to the documents of one folder."""
+    """Fill-in-the-middle rule applied to one folder's documents."""
 
     rule: FimRule
     seed: int
@@ -98,7 +100,7 @@ class Fim:
 
     @classmethod
     def of(cls, rule: FimRule, tokenizer: Tokenizer, *, seed: int, seq_len: int) -> Fim:
-        """Return the rule for a folder; raise ConfigError if the three ids are missing or segments are too short."""
+        """Resolve the rule for a folder; raise ConfigError if the three ids are missing or segments are too short."""
         ids = tokenizer.special.fim
         if ids is None:
             raise ConfigError(
@@ -130,23 +132,25 @@ class Fim:
 
     @property
     def _ends(self) -> int:
-        """Number of tokens after the text; every segment has them, so that a model learns where a middle ends."""
+        """Number of tokens after a segment's text; every segment has them, so that a model learns to end a middle."""
         return int(self.end is not None)
 
     @property
     def _overhead(self) -> int:
-        """Tokens of a segment that are not text, without the document's begin."""
+        """Non-text tokens per segment, without the document's begin token."""
         return len(self.ids) + self._ends
 
     def lengths(self, documents: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the tokens of each document as it is read, given its own tokens: int64 [n]."""
+        """Return each document's length as it is read, given its stored length, int64 [n]."""
+        # Each segment adds three marks, and each segment after the first its own end token. The planner uses this
+        # without reading text.
         body = lengths - self._begins - self._ends
         segments = self._segments(body)
         grown = lengths + len(self.ids) * segments + self._ends * (segments - 1)
         return np.where((body >= MIN_BODY) & self._draws(documents), grown, lengths)
 
     def parts(self, document: int, length: int, segment: int) -> Iterator[list[int] | tuple[int, int]]:
-        """Yield the parts of a segment of a document: ids, or the bounds (first, stop) of a stretch of the document."""
+        """Yield a segment's parts: ids, or the bounds (start, end) of a span in the stored document."""
         first_text = self.segment_tokens - self._begins - self._overhead
         start = 0
         if segment:
@@ -154,13 +158,16 @@ class Fim:
         stop = first_text + segment * (self.segment_tokens - self._overhead)
         text = min(stop, length - self._begins - self._ends) - start
         key = key64(document, self.seed, _CUTS, segment)
+        # Two independent uniform cuts, sorted, as in the paper, but between tokens and not characters: prefix, middle
+        # and suffix may each be empty.
         cuts = sorted((key % (text + 1), (key >> 32) % (text + 1)))
-        # After the document's begin.
+        # Offset by the document's begin token.
         at = self._begins + start
         prefix, middle, suffix = (at, at + cuts[0]), (at + cuts[0], at + cuts[1]), (at + cuts[1], at + text)
         head = [self.ids.prefix]
         if self.begin is not None and segment == 0:
             head.insert(0, self.begin)
+        # One draw per segment: like the paper, train jointly on both forms, by default half each.
         if falls_below(document, self.rule.spm_rate, self.seed, _SPM, segment):
             yield [*head, self.ids.suffix]
             yield suffix
@@ -177,7 +184,7 @@ class Fim:
             yield [self.end]
 
     def _segments(self, body: np.ndarray) -> np.ndarray:
-        """Return the number of segments of documents with ``body`` tokens of text."""
+        """Return the segment count for documents with ``body`` text tokens."""
         behind_first = body - (self.segment_tokens - self._begins - self._overhead)
         return 1 + np.maximum(0, -(-behind_first // (self.segment_tokens - self._overhead)))
 
@@ -190,14 +197,14 @@ class Fim:
 
 
 def fim_of(rule: FimRule | None, tokenizer: Callable[[], Tokenizer], *, seed: int, seq_len: int) -> Fim | None:
-    """Return the rule for a folder; None, without loading the tokenizer, if there is no rule or its rate is 0."""
+    """Resolve the rule for a folder; return None, without loading the tokenizer, if no rule or a rate of 0 is set."""
     if rule is None or not rule.rate:
         return None
     return Fim.of(rule, tokenizer(), seed=seed, seq_len=seq_len)
 
 
 def rule_of(fim: Fim | None) -> str | None:
-    """Return the rule as recorded in a loader's state; None without fill-in-the-middle."""
+    """Return the rule as recorded in a loader state, if any."""
     if fim is None:
         return None
     return str(fim.rule)

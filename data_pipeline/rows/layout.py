@@ -1,4 +1,4 @@
-"""``Layout``: positions of the pieces of several concatenated rows, with the padding between them."""
+"""``Layout``: positions of pieces in several concatenated rows, with the padding between them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from data_pipeline.rows.pack import Piece, Row
 from longctx.batch import PackedDocuments
 
 Held = tuple[int, int, int]
-"""The number of a document, its first token that lies in a run, and the one behind the last."""
+"""Document number, its first token in a run, and the end token (exclusive)."""
 
 
 @dataclass(slots=True)
 class Layout:
-    """Pieces of all rows one after the other, including padding pieces at the ends of rows."""
+    """All rows' pieces in sequence, with padding pieces at row ends."""
 
     documents: PackedDocuments
-    """Where each piece begins, among the tokens of all rows."""
+    """Piece boundaries among the tokens of all rows."""
     rows: Sequence[Row]
     firsts: list[int]
-    """The number of each row's first piece, and behind them how many the rows have together."""
+    """Each row's first piece number, followed by the total piece count."""
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """The numbers of the pieces that are padding."""
+        """Numbers of the padding pieces."""
         return self.documents.padding or ()
 
     @classmethod
     def of(cls, rows: Sequence[Row], seq_len: int, *, of_pairs: bool = False) -> Layout:
-        """Return the layout of these rows.
+        """Return the layout for these rows.
 
-        Rows of pairs always have a padding piece, possibly empty, so that both sides have equally many documents.
+        Rows of pairs always end with a padding piece, possibly empty, so that both sides have the same document count.
         """
         lengths: list[int] = []
         firsts, padding = [0], []
@@ -46,30 +46,31 @@ class Layout:
         return cls(PackedDocuments.of_lengths(lengths, tuple(padding)), rows, firsts)
 
     def padded(self, documents: PackedDocuments) -> Layout:
-        """Return the same layout with ``documents`` that include padding after the rows."""
+        """Return the same layout with ``documents``, which may add padding after the rows."""
         if documents.padding is None:
             behind = range(self.firsts[-1], documents.num_documents)
             documents = PackedDocuments(documents.bounds, (*self.padding, *behind))
         return Layout(documents, self.rows, self.firsts)
 
     def wanted(self, runs: Iterable[list[Held]]) -> list[Piece]:
-        """Return the pieces to read, run by run: parts of documents, with one token after each."""
+        """Return the pieces to read, run by run: parts of documents, each with one extra token."""
         bounds, wanted = self.documents.bounds, []
         for run in runs:
-            # The row of the pieces, its first piece, and the first piece after it.
+            # Current row, its first piece, and the next row's first piece.
             row, begin, behind = Row(), 0, 0
             for number, first, last in run:
                 if number >= behind:
                     row, begin, behind = self._row_of(number)
                 place = number - begin
-                # After the row's pieces there is padding.
+                # Pieces after the row's own are padding.
                 if place < len(row.lengths):
+                    # One token more than the run holds: the target for its last token.
                     offset = row.starts[place] - bounds[number]
                     wanted.append((row.documents[place], first + offset, last + offset + 1))
         return wanted
 
     def piece(self, number: int) -> tuple[int, int, int] | None:
-        """Return the document of a piece, its first token there and the one after the last; None for padding."""
+        """Return a piece's document, start token and end token (exclusive); None for padding."""
         row, begin, _ = self._row_of(number)
         place = number - begin
         if place >= len(row.lengths):
@@ -80,20 +81,20 @@ class Layout:
     def epoch(self, number: int) -> int:
         """Return the epoch in which a piece is read."""
         row, begin, _ = self._row_of(number)
-        # A plan of one epoch names none.
+        # A plan for a single epoch has no epochs per piece.
         if not row.epochs:
             return 0
         return row.epochs[number - begin]
 
     def _row_of(self, number: int) -> tuple[Row, int, int]:
-        """Return the row of a piece, the number of its first piece, and the number of the next row's first piece."""
+        """Return a piece's row, the row's first piece, and the next row's first piece."""
         # Padding after the rows belongs to the last row.
         row = min(bisect.bisect_right(self.firsts, number), len(self.rows)) - 1
         behind = self.firsts[row + 1] if row + 1 < len(self.rows) else self.documents.num_documents
         return self.rows[row], self.firsts[row], behind
 
     def padding_id(self, number: int, padding: int) -> int:
-        """Return the id that fills a padding piece: ``padding`` inside rows, and 0 after them."""
+        """Return the id that fills a padding piece: ``padding`` inside rows, 0 after them."""
         if number < self.firsts[-1]:
             return padding
         return 0

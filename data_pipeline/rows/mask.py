@@ -1,13 +1,12 @@
-"""Masked tokens: some tokens of a document are chosen, replaced, and predicted from the rest.
+"""Masked tokens: some tokens in a document are chosen, replaced, and predicted from the remaining ones.
 
-"BERT" (Devlin et al., 2018, arXiv 1810.04805, §3.1): of the chosen tokens 80 % are read as the mask, 10 % as a token
-drawn from the vocabulary, 10 % as they are. The choice and the replacements are functions of (seed, epoch, folder,
-document, position): the same for any ranks, threads and resumption. They differ in each epoch ("dynamic", RoBERTa,
-arXiv 1907.11692, §4.1) unless the rule says ``static``.
+"BERT" (Devlin et al., 2018, arXiv 1810.04805, §3.1): 80 % of the chosen tokens become the mask token, 10 % a random
+vocabulary token, 10 % stay unchanged. Choice and replacements are functions of (seed, epoch, folder, document,
+position): the same for any ranks, threads and resumption. They differ in each epoch ("dynamic", RoBERTa, arXiv
+1907.11692, §4.1) unless the rule is ``static``.
 
 With whole words, a word is chosen or kept as a unit, by a draw for its first token. To find that token, up to
-``CONTEXT`` − 1 tokens before a stretch are read with it; a longer word, or a text without word boundaries, is cut
-there.
+``CONTEXT`` − 1 tokens before a span are read with it; a longer word, or a text without word boundaries, is cut there.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from longctx.mixing import mix64_array
 from longctx.tokenizer.words import word_begins
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
-"""Of the chosen tokens, those that are read as the mask, and as a random token."""
+"""Shares of the chosen tokens that become the mask token and a random token."""
 CONTEXT = 32
-"""Tokens of a word that are looked at."""
+"""Maximum tokens per word for whole-word masking."""
 
-# Salts; ``rows.fim`` and ``rows.pack`` have the others.
+# Salts; ``rows.fim`` and ``rows.pack`` have the other salts.
 _CHOSEN, _KINDS, _RANDOM = 201, 202, 203
 
 
@@ -37,10 +36,10 @@ class MaskRule:
     """Rule that sets the share of masked tokens."""
 
     rate: float = 0.15
-    """Share of the tokens, or of the words."""
+    """Share of tokens, or of words with ``whole_words``."""
     whole_words: bool = False
     static: bool = False
-    """Whether each epoch has the same."""
+    """True if every epoch masks the same tokens."""
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:
@@ -48,10 +47,10 @@ class MaskRule:
 
 
 class Masking:
-    """A masking rule applied to the documents of a run's folders, which share one tokenizer."""
+    """Masking rule applied to a run's folders, which share one tokenizer."""
 
     def __init__(self, rule: MaskRule, folders: Sequence[ShardSet], *, seed: int) -> None:
-        """Initialize; raise ConfigError if the tokenizer or the folders do not support masking."""
+        """Initialize; raise ConfigError if the tokenizer or a folder does not support masking."""
         self.rule, self.seed = rule, seed
         tokenizer = folders[0].tokenizer()
         if tokenizer.special.mask is None:
@@ -74,12 +73,12 @@ class Masking:
                 f"data.mask_whole_words=true needs a tokenizer whose pieces say where words begin; those of "
                 f"{tokenizer.path} do not. Set data.mask_whole_words=false."
             )
-        # A folder's tokens are masked in the same way in any mixture.
+        # Keyed by manifest hash, so a folder's tokens are masked in the same way in any mixture.
         self._folders = [int(shards.manifest.hash[:16], 16) for shards in folders]
 
     @property
     def context(self) -> int:
-        """Number of tokens before a stretch that have to be read with it."""
+        """Number of preceding tokens that must be read with a span."""
         if self.rule.whole_words:
             return CONTEXT - 1
         return 0
@@ -87,15 +86,17 @@ class Masking:
     def draw(
         self, folder: int, document: int, epoch: int, first: int, tokens: np.ndarray, before: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the chosen tokens of ``tokens``, as indices [n], and their replacements [n].
+        """Return the chosen indices [n] in ``tokens`` and their replacements [n].
 
-        ``first`` is the position of ``tokens`` in the document, ``document`` is numbered within its folder, and
-        ``before`` holds the ``context`` preceding tokens, fewer at the document's beginning.
+        ``first`` is the position of ``tokens`` in the document, ``document`` the number within its folder, and
+        ``before`` the ``context`` preceding tokens, or fewer at the document's start.
         """
         if self.rule.static:
             epoch = 0
         place = np.arange(first, first + len(tokens))
         parts = (key64(document, self._folders[folder]), self.seed, epoch)
+        # Draws depend on the position in the document, not on the span that is read, so shares read by different ranks
+        # agree where they overlap. Control tokens are never masked.
         drawn = fall_below(self._units(place, tokens, before), self.rule.rate, *parts, _CHOSEN)
         chosen = np.flatnonzero(drawn & ~self._is_control[tokens])
         place, read_as = place[chosen], tokens[chosen].astype(np.int32)
@@ -106,13 +107,15 @@ class Masking:
         return chosen, np.where(is_mask, self._mask, np.where(is_random, random_ids, read_as)).astype(np.int32)
 
     def _units(self, place: np.ndarray, tokens: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Return the position that decides about each token: its own, or that of its word's first token."""
+        """Return the position that seeds each token's draw: its own, or that of its word's first token."""
         if not self.rule.whole_words or not len(place):
             return place
+        # Without a word start among the last ``CONTEXT`` tokens, fixed windows of ``CONTEXT`` positions serve as words:
+        # their bounds depend on the position only, not on the span that is read.
         begin = place[0] - len(before)
         around = np.arange(begin, place[-1] + 1)
         begins = self._begins_word[np.concatenate([before, tokens])]
-        # The word's first token, found from left to right; a document begins with one.
+        # Position of the word's first token, by a running maximum; a document starts with one.
         last = np.maximum.accumulate(np.where(begins | (around == 0), around, -1))[len(before) :]
         found = (last >= 0) & (place - last < CONTEXT)
         return np.where(found, last, place // CONTEXT * CONTEXT)

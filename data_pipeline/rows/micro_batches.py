@@ -1,4 +1,4 @@
-"""Assignment of a step's rows to micro-batches and ranks with balanced work. Pure arithmetic."""
+"""Balanced assignment of a step's rows to micro-batches and ranks. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The rows of one step, assigned in order: by micro-batch, and within one by data rank."""
+    """Assignment of one step's rows in order: by micro-batch, and within a micro-batch by data rank."""
 
     sizes: tuple[int, ...]
-    """Rows of each micro-batch, the same on every data rank, so that ranks of a collective stay in step. They differ by
-    one at most; the larger ones come first."""
+    """Rows per micro-batch, the same on every data rank, so that collectives stay in step. Sizes differ by at most one,
+    with larger ones first."""
     data_degree: int = 1
-    """Data ranks."""
+    """Number of data ranks."""
 
     @classmethod
     def deal(cls, rows_per_step: int, *, most_rows: int, data_degree: int = 1) -> MicroBatches:
-        """Return the fewest micro-batches of at most ``most_rows`` rows, as equal as possible.
+        """Return the fewest micro-batches with at most ``most_rows`` rows each, as equal as possible.
 
-        ``rows_per_step`` counts the rows of all data ranks, which share them equally.
+        ``rows_per_step`` counts rows over all data ranks, which share them equally.
         """
         rows, rest = divmod(rows_per_step, data_degree)
         assert rows > 0, f"{rows_per_step} rows over {data_degree} data ranks"
@@ -33,42 +33,47 @@ class MicroBatches:
         return cls((each + 1,) * larger + (each,) * (count - larger), data_degree)
 
     def __len__(self) -> int:
-        """Return the number of micro-batches that each data rank takes for one step."""
+        """Return the number of micro-batches per data rank and step."""
         return len(self.sizes)
 
     @property
     def largest(self) -> int:
-        """Number of rows of the largest one."""
+        """Rows in the largest micro-batch."""
         return self.sizes[0]
 
     def rows(self, number: int, data_rank: int) -> range:
-        """Return the step's rows in one micro-batch of one data rank."""
+        """Return the step's rows in one micro-batch on one data rank."""
         size = self.sizes[number]
         first = sum(self.sizes[:number]) * self.data_degree + data_rank * size
         return range(first, first + size)
 
 
 _EVEN = 1.001
-"""The busiest rank's work over the mean at which nothing is exchanged any more: less than what a step's time varies."""
+"""Ratio of the maximum to the mean load at which swapping stops: less than the normal variation in step time."""
 _MOST_SWAPS = 64
 
 
+# Balancing is multiway number partitioning with equal cardinalities, which is NP-hard; longest processing time first
+# (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969) plus pairwise swaps is close to optimal for realistic
+# rows. The result only permutes rows within a step, so the step's gradient, a sum over its rows, does not depend on it
+# (up to floating-point summation order). It is deterministic: every rank computes the same assignment without
+# communication.
 def balanced(costs: Sequence[int], micro_batches: MicroBatches, *, lockstep: bool = False) -> list[int]:
-    """Return the row at each place of ``micro_batches``: a permutation of a step's rows, balanced by ``costs``.
+    """Return the row at each position in ``micro_batches``: a permutation of a step's rows, balanced by ``costs``.
 
-    The costliest row goes to the rank with the least work so far (longest processing time first, Graham 1969), and the
-    busiest rank then exchanges rows with the idlest one until they are even. Each rank begins with its costliest rows.
+    The costliest row goes to the rank with the least load so far, and the busiest rank then swaps rows with the idlest
+    one until they are even. Each rank starts with its costliest rows.
 
-    With ``lockstep``, ranks wait for one another in each micro-batch and not only at the step's end. Rows of similar
-    work then share a micro-batch, the costliest ones the first: this minimizes the sum of the busiest ranks' work over
-    all micro-batches. Within a micro-batch the costliest row goes to the rank with the least work so far.
+    With ``lockstep``, ranks wait for one another in every micro-batch and not only at the end of the step. Rows with
+    similar cost then share a micro-batch, the costliest ones first, which minimizes the summed maximum load over
+    micro-batches. Within a micro-batch the costliest row goes to the rank with the least load so far.
 
-    A single data rank takes rows in their order.
+    A single data rank takes rows in order.
     """
     ranks = micro_batches.data_degree
     if ranks == 1:
         return list(range(len(costs)))
-    # Ties in the order of rows: every process must get the same result.
+    # A stable sort keeps ties in row order: every process must get the same result.
     rows = sorted(range(len(costs)), key=lambda row: -costs[row])
     loads = [0] * ranks
     if lockstep:
@@ -94,10 +99,10 @@ def balanced(costs: Sequence[int], micro_batches: MicroBatches, *, lockstep: boo
 
 
 def _dealt(rows: Sequence[int], costs: Sequence[int], loads: list[int]) -> list[list[int]]:
-    """Return rows, costliest first, assigned to ranks, equally many to each; add their costs to ``loads``."""
+    """Assign rows, costliest first, equally many to each rank; add their costs to ``loads``."""
     ranks = len(loads)
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    # Ranks with room, least load first.
+    # Ranks that can take more rows, least loaded first.
     waiting = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(waiting)
     for row in rows:
@@ -110,9 +115,8 @@ def _dealt(rows: Sequence[int], costs: Sequence[int], loads: list[int]) -> list[
 
 
 def _exchange(dealt: list[list[int]], costs: Sequence[int], loads: list[int]) -> None:
-    """Swap rows between the busiest and the idlest rank, choosing the swap that evens them most, until none helps."""
-    # Ranks have equally many rows: the one that takes the last rows may end far above the
-    # others.
+    """Swap rows between the busiest and the idlest rank, each time the pair that evens them most, while swaps help."""
+    # Ranks have equally many rows, so the rank that takes the last rows may end far above the others.
     mean = sum(loads) / len(loads)
     for _ in range(_MOST_SWAPS):
         busiest, idlest = loads.index(max(loads)), loads.index(min(loads))

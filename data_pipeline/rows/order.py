@@ -1,7 +1,7 @@
-"""Order of a run's rows: the documents in row n of all, for any number of ranks. This module has that of one folder.
+"""Row order within a run: which documents are in global row n, for any number of ranks. This module orders one folder.
 
-``data_pipeline.mixture.order`` has that of several. An order holds no position: the loader has one, and requests the
-rows after it. Its state is validated strictly, because training on a wrong row raises no error.
+``data_pipeline.mixture.order`` orders several. An order holds no position: the loader does, and requests the rows after
+it. States are validated strictly, because training on a wrong row raises no error.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ _IDENTITY = (
     *("format", "plan_version", "manifest_hash", "seed", "seq_len", "source_seq_len", "shuffle", "packing"),
     "num_blocks",
 )
-"""Row numbers mean the same rows only where all of these are equal."""
+"""Row numbers refer to the same rows only if all these values are equal."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a loader of one shard folder between two steps."""
+    """Loader position in one shard folder between two steps."""
 
     rows_consumed: int = 0
-    """Of all steps and ranks."""
+    """Rows over all steps and ranks."""
     tokens_consumed: int = 0
-    """Without padding."""
+    """Tokens over all steps and ranks, without padding."""
     stream: StreamPosition = BEGINNING
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next row."""
+        """Epoch that contains the next row."""
         return self.stream.epoch
 
     @property
     def counters(self) -> dict[str, int]:
-        """The numbers that make up the position, by name."""
+        """Integers that make up the position, by name."""
         own = {"rows_consumed": self.rows_consumed, "tokens_consumed": self.tokens_consumed}
         return own | {name: getattr(self.stream, name) for name in _OF_STREAM}
 
 
 def refuse_exclusions(state: Any) -> None:
-    """Raise DataError for the state of a run with a list of excluded shards: its rows can no longer be read."""
+    """Raise DataError if the state comes from a run with excluded shards: its rows can no longer be read."""
     if isinstance(state, dict) and state.get("excluded"):
         raise DataError(
             "The loader state is that of a run with excluded shards, a list that this release does not read.\n"
@@ -64,21 +64,21 @@ def refuse_exclusions(state: Any) -> None:
 
 
 def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> Position:
-    """Return the position that a state names, for a loader of ``folder`` with the state ``own``.
+    """Return the position from a state, for a loader over ``folder`` with the state ``own``.
 
-    Raises DataError if the state belongs to other data or another order.
+    Raises DataError if the state belongs to other data or another row order.
     """
     if isinstance(state, dict) and state.get("plan_version") == 1:
         state = _in_blocks(state, own["num_blocks"], folder)
     if isinstance(state, dict):
-        # Releases with a single packing did not name it.
+        # Releases with a single packing did not record it.
         state = {"packing": str(BEST_FIT)} | state
     refuse_exclusions(state)
-    # A missing field would be a silent default, and an extra field belongs to another release.
+    # A missing field would silently become a default, and an extra field belongs to another release.
     if not isinstance(state, dict) or set(state) != set(own):
         raise DataError(f"This is not a loader state: it needs exactly the fields {', '.join(own)}.")
     for name in _IDENTITY:
-        # source_seq_len is only in the states of pairs.
+        # Only states for pairs contain source_seq_len.
         if state.get(name) != own.get(name):
             raise DataError(
                 f"The loader state has {name}={shown(state.get(name))}, this run {own.get(name)!r} ({folder}).\n"
@@ -94,15 +94,15 @@ def read_position(state: dict[str, Any], own: dict[str, Any], folder: Path) -> P
     position = Position(counters["rows_consumed"], counters["tokens_consumed"], stream)
     block, epoch_row = stream.block, stream.epoch_row
     row = stream.block_row
-    # The rows of earlier blocks are not counted again: that would mean planning them all.
+    # Earlier blocks' row counts are not verified: that would require planning them all.
     if epoch_row < row or (block == 0 and epoch_row != row):
         raise DataError(f"The loader state is damaged: row {row} of block {block} is not row {epoch_row} of its epoch.")
     return position
 
 
 def check_counters(counters: dict[str, Any]) -> None:
-    """Raise DataError unless all are whole numbers of at least 0."""
-    # type(), not isinstance(): in Python True is an int.
+    """Raise DataError unless all values are integers from 0 to 2^53."""
+    # type() and not isinstance(): bool is a subclass of int.
     if not all(type(value) is int and 0 <= value <= MOST_WHOLE for value in counters.values()):
         raise DataError(
             f"The loader state is damaged: {', '.join(counters)} must be whole numbers of at least 0, at most 2^53."
@@ -110,52 +110,52 @@ def check_counters(counters: dict[str, Any]) -> None:
 
 
 def _in_blocks(state: dict[str, Any], num_blocks: int, folder: Path) -> dict[str, Any]:
-    """Convert a state of plan version 1, which had no blocks; raise DataError if its order was different."""
+    """Convert a state from plan version 1, which had no blocks; raise DataError if the row order differed."""
     if num_blocks > 1:
         raise DataError(
             f"The loader state is of plan version 1: it ordered the whole corpus at once. This release orders {folder} "
             f"in {num_blocks} blocks, so it cannot find the rows that are left.\n"
             "Finish the run with the release that began it, or start a new one from the weights (run.start_from)."
         )
-    # One block is ordered as version 1 ordered everything.
+    # A single block is ordered exactly as version 1 ordered the corpus.
     return state | {"plan_version": PLAN_VERSION, "num_blocks": 1, "block": 0, "block_row": state.get("epoch_row")}
 
 
 class Order(Protocol):
-    """Row order used by a loader. Positions are specific to each order."""
+    """Row order used by a loader. Positions are specific to each implementation."""
 
     @property
     def fims(self) -> Sequence[Fim | None]:
-        """Fill-in-the-middle of each folder's documents; None for a folder without it."""
+        """Fill-in-the-middle per folder; None for a folder without it."""
         ...
 
     def start(self) -> Any:
-        """Return the position of the first row."""
+        """Return the first row's position."""
         ...
 
     def rows(self, at: Any, count: int) -> tuple[list[Row], Any]:
-        """Return the next ``count`` rows, and the position after them; raise DataError if there are no more."""
+        """Return the next ``count`` rows and the position after them; raise DataError if no rows remain."""
         ...
 
     def first_rows(self, most: int) -> list[Row]:
-        """Return the first ``most`` rows, or fewer if there are no more."""
+        """Return the first ``most`` rows, or fewer if no more exist."""
         ...
 
     def state(self, at: Any) -> dict[str, Any]:
-        """Return a position as plain JSON, with all values that must match for it to mean the same rows."""
+        """Return a position as plain JSON, with all values that must match for it to refer to the same rows."""
         ...
 
     def read(self, state: dict[str, Any]) -> Any:
-        """Return the position that a state names; raise DataError if it belongs to other data or another order."""
+        """Return the position from a state; raise DataError if it belongs to other data or another row order."""
         ...
 
     def report(self, at: Any, *, documents: int = 1) -> PackReport:
-        """Return the cost of packing in the current epoch, estimated from at least ``documents`` documents."""
+        """Report the current epoch's packing cost, extrapolated from at least ``documents`` documents."""
         ...
 
 
 class FolderOrder:
-    """Order of the rows of one shard folder."""
+    """Row order within one shard folder."""
 
     def __init__(
         self,
@@ -168,13 +168,15 @@ class FolderOrder:
         packing: Packing = BEST_FIT,
         source_seq_len: int = 0,
     ) -> None:
-        """Initialize; ``deal`` defaults to that of the folder, ``source_seq_len`` bounds a row's sources of pairs."""
+        """Initialize; ``deal`` defaults to the folder's assignment, and ``source_seq_len`` bounds a row's source
+        tokens.
+        """
         self._source_seq_len = source_seq_len
         self._shards, self._seq_len, self._seed, self._shuffle = shards, seq_len, seed, shuffle
         self._packing = packing
         fim = fim_of(packing.fim, shards.tokenizer, seed=seed, seq_len=seq_len)
         self.fims = (fim,)
-        """How its documents are filled in in their middle, if they are."""
+        """Fill-in-the-middle for the folder, or None."""
         self.planner = BlockPlanner(
             shards,
             seq_len,
@@ -188,15 +190,15 @@ class FolderOrder:
         self._stream = Stream(self.planner)
 
     def start(self) -> Position:
-        """Return the position of the first row."""
+        """Return the first row's position."""
         return Position()
 
     def rows(self, at: Position, count: int) -> tuple[list[Row], Position]:
-        """Return the next ``count`` rows, across as many blocks and epochs as needed, and the position after them.
+        """Return the next ``count`` rows, across block and epoch boundaries, and the position after them.
 
-        Raises ConfigError at the first rows of a run if they would cut fill-in-the-middle segments.
+        Raises ConfigError at the start of a run if rows would cut fill-in-the-middle segments.
         """
-        # Checked here and not at construction, so that a run begun by an older release continues unchanged.
+        # Check here and not at construction, so that a run started with an older release continues unchanged.
         if not at.rows_consumed and self._packing.fim is not None:
             self._packing.check_fim(self._packing.fim, [self._seq_len])
         rows, tokens, stream = self._stream.take(at.stream, count, self._seq_len)
@@ -207,7 +209,7 @@ class FolderOrder:
         return self.rows(self.start(), most)[0]
 
     def state(self, at: Position) -> dict[str, Any]:
-        """Return a position, and the values that identify this order."""
+        """Return a position with the values that identify this order."""
         of_pairs = {}
         if self._source_seq_len:
             of_pairs["source_seq_len"] = self._source_seq_len
@@ -225,8 +227,10 @@ class FolderOrder:
         }
 
     def read(self, state: dict[str, Any]) -> Position:
-        """Return the position that a state names; raise DataError if the state does not fit this order."""
+        """Return the position from a state; raise DataError if the state does not fit this order."""
         at = read_position(state, self.state(self.start()), self._shards.folder)
+        # Plans the state's block now: a corrupt row index would otherwise fail only at the next step, or read the wrong
+        # row.
         if not self._stream.has_row(at.stream):
             raise DataError(
                 f"The loader state is damaged: block {at.stream.block} of epoch {at.epoch} has no row "
@@ -235,7 +239,7 @@ class FolderOrder:
         return at
 
     def report(self, at: Position, *, documents: int = 1) -> PackReport:
-        """Return rows, padding, cuts and truncation of the current epoch: an estimate if it has several blocks.
+        """Report rows, padding, cuts and truncation in the current epoch; estimated if it has several blocks.
 
         Raises ConfigError if the epoch has no row.
         """

@@ -1,9 +1,7 @@
-"""Packing: assignment of pieces of documents to rows, planned from lengths alone, before a token is read.
+"""Packing: assigns document pieces to rows, planned from lengths alone before any token is read.
 
-Documents longer than a row are cut into contiguous rows. Their remainders and short documents are packed by online best
-fit ("Fewer Truncations Improve Language Modeling", Ding et al., 2024, arXiv 2404.10830), unless ``Packing`` sets
-another method. Tokens are dropped only if it says so. The plan is a pure function of lengths, row length, seed, epoch
-and block.
+The plan is a pure function of lengths, row length, seed, epoch and block. Tokens are dropped only if ``Packing`` says
+so.
 """
 
 from __future__ import annotations
@@ -24,36 +22,36 @@ from longctx.errors import ConfigError
 from longctx.mixing import mix64_array
 
 Piece = tuple[int, int, int]
-"""Document, first token, and the one behind the last."""
+"""Document, start token, end token (exclusive)."""
 
 
 class Row:
-    """Concatenated pieces of documents; the remainder of a row's length is padding.
+    """Concatenated document pieces; the rest of the row is padding.
 
-    Stored as columns rather than a list of pieces: for a row of a million tokens a rank needs the lengths of all
-    pieces, but the documents and first tokens of only a few.
+    Stored as columns and not as a list of pieces: for a row with a million tokens a rank needs all pieces' lengths, but
+    the documents and start tokens of only a few.
     """
 
     __slots__ = ("documents", "epochs", "lengths", "source_lengths", "starts")
 
     def __init__(self, documents: Sequence[int] = (), starts: Sequence[int] = (), lengths: Sequence[int] = ()) -> None:
-        """Initialize with the pieces' documents, first tokens and token counts, all of equal length."""
+        """Initialize with the pieces' documents, start tokens and token counts, all of equal length."""
         self.documents, self.starts, self.lengths = documents, starts, lengths
         self.epochs: Sequence[int] = ()
-        """Of each piece, that it is read in; the stream that gives the row says so. Empty: all in the first."""
+        """Epoch of each piece, set by the stream that yields the row; empty if every piece is in epoch 0."""
         self.source_lengths: Sequence[int] = ()
-        """Of pairs the tokens of each piece's source, which is whole."""
+        """For pairs, source tokens per piece; sources are never cut."""
 
     @property
     def source(self) -> Row:
-        """The row of the pairs' other sides."""
+        """Row with the same pairs' sources."""
         row = Row(self.documents, [0] * len(self.documents), self.source_lengths)
         row.epochs = self.epochs
         return row
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Row:
-        """Return the row of these pieces."""
+        """Build a row from pieces."""
         columns = [*zip(*pieces, strict=True)] or [(), (), ()]
         documents, starts, stops = columns
         return cls(documents, starts, [stop - start for start, stop in zip(starts, stops, strict=True)])
@@ -81,41 +79,41 @@ class Row:
 OPEN_ROWS = 128
 """Rows kept open for best fit. 64 were as tight as sorting the whole corpus (padding at most 0.4 % at 1M tokens)."""
 
-# Salts that make an epoch's random draws independent: the shuffles of documents and of each block's rows
-# (one salt per block), and the draw of copies. Part of the plan's version, as is the 0 of
-# ``rows.blocks``.
+# Salts that make an epoch's random draws independent: document shuffle, row shuffle (one salt per block) and upsampling
+# copies. Like salt 0 in ``rows.blocks``, they are part of the plan version.
 _DOCUMENTS, _FIRST_ROWS, _COPIES = 1, 2, 3
 
 
 _COPY_BIT = 48
-"""Above the number of any document: copies of one get hashes, and so places, of their own."""
+"""Bit position above any document number: copies of a document get separate hashes and so separate positions."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Input of packing: part ``i`` is tokens ``starts[i]`` to ``stops[i]`` of ``documents[i]``. Arrays int64."""
+    """Packing input: part ``i`` is tokens ``starts[i]`` to ``stops[i]`` of ``documents[i]``. Arrays are int64."""
 
     documents: np.ndarray
     copies: np.ndarray
-    """0 of a document's first copy, 1 of its second …: an epoch may have some more than once (``copies_of``)."""
+    """0 for a document's first copy, 1 for the second …: upsampling may repeat a document within an epoch
+    (``copies_of``)."""
     starts: np.ndarray
     stops: np.ndarray
     source_lengths: np.ndarray | None = None
-    """Of pairs the tokens of each one's source; they are whole documents then."""
+    """For pairs, source tokens per part; the parts are then complete documents."""
 
     @classmethod
     def whole(cls, documents: np.ndarray, lengths: np.ndarray, source_lengths: np.ndarray | None = None) -> Parts:
-        """Return these documents in full, each once."""
+        """Return these documents uncut, one copy each."""
         zeros = np.zeros(len(documents), np.int64)
         return cls(documents, zeros, zeros, lengths, source_lengths)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each part."""
+        """Tokens per part."""
         return self.stops - self.starts
 
     def at(self, numbers: np.ndarray) -> Parts:
-        """Return the parts with these numbers, in the given order."""
+        """Return the parts with these indices, in the given order."""
         of_sources = self.source_lengths
         if of_sources is not None:
             of_sources = of_sources[numbers]
@@ -124,7 +122,7 @@ class Parts:
         )
 
     def joined(self) -> Parts:
-        """Return the same tokens in ascending order, with adjacent pieces of one document copy merged into one part."""
+        """Return the same tokens in ascending order, with adjacent pieces from one document copy merged."""
         if not len(self.documents):
             return self
         parts = self.at(np.lexsort((self.starts, self.copies, self.documents)))
@@ -133,7 +131,7 @@ class Parts:
             & (parts.copies[1:] == parts.copies[:-1])
             & (parts.starts[1:] == parts.stops[:-1])
         )
-        # Boundaries between parts that do not continue each other.
+        # True at boundaries between parts that do not continue each other.
         firsts, lasts = parts.at(np.flatnonzero(np.append(True, ~goes_on))), np.flatnonzero(np.append(~goes_on, True))
         return replace(firsts, stops=parts.stops[lasts])
 
@@ -146,15 +144,14 @@ class Packing:
     """Rule for packing documents into rows."""
 
     kind: Kind = "best_fit"
-    """``concatenate``: laid end to end and cut wherever a row ends, which is what others are measured against.
-    ``one_document``: each row has one piece, and padding."""
+    """``best_fit`` or a baseline. ``concatenate``: documents are laid end to end and cut at every row end.
+    ``one_document``: one piece per row, then padding."""
     min_rest_tokens: int = 1
-    """The last piece of a document that was cut is left out where it has fewer tokens: 1 leaves out none, the length of
-    a row all."""
+    """Drop a cut document's last piece if it has fewer tokens: 1 keeps every piece, the row length drops every one."""
     fim: FimRule | None = None
-    """Which documents are filled in in their middle, and how."""
+    """Fill-in-the-middle rule: which documents, and how."""
     examples: ExampleRule | None = None
-    """What examples are made of texts, if they are not read as they are."""
+    """Rule for examples made from texts; None: texts are read unchanged."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -170,11 +167,11 @@ class Packing:
             )
 
     def __str__(self) -> str:
-        """Return the rule as recorded in a loader's state."""
+        """Return the rule as recorded in the loader state."""
         said: str = self.kind
         if self.min_rest_tokens > 1:
             said += f", rests of at least {self.min_rest_tokens}"
-        # With a rate of 0 it is there only for a mixture's sources, whose states record their own rules.
+        # With a rate of 0 the rule only applies to mixture sources, whose states record their own rules.
         if self.fim is not None and self.fim.rate:
             said += f", {self.fim}"
         if self.examples is not None:
@@ -199,38 +196,38 @@ BEST_FIT = Packing()
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Rows as runs of pieces: row ``r`` has pieces ``row_offsets[r]`` to ``row_offsets[r + 1]``."""
+    """Rows as consecutive pieces: row ``r`` has pieces ``row_offsets[r]`` to ``row_offsets[r + 1]``."""
 
     seq_len: int
     pieces: Parts
     row_offsets: np.ndarray
     num_documents: int
-    """Documents that were planned."""
+    """Documents in the plan."""
     document_tokens: int
-    """Their tokens, all of which stand in rows unless rests are left out."""
+    """Tokens in these documents; all of them are in rows unless a rule drops some."""
     num_cut: int
-    """Documents of which no row has all."""
+    """Documents that no single row contains completely."""
     examples: ExampleRule | None = None
-    """What examples are made of the pieces; they, and not the pieces, fill the rows then."""
+    """Rule for examples made from the pieces; then the examples, not the pieces, fill the rows."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the plan."""
+        """Rows in the plan."""
         return len(self.row_offsets) - 1
 
     @property
     def row_tokens(self) -> np.ndarray:
-        """Number of tokens of each row, without padding."""
+        """Tokens per row, without padding."""
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._tokens_of(self.pieces.lengths))])
         return np.diff(ends[self.row_offsets])
 
     @cached_property
     def taken(self) -> int:
-        """Number of tokens of all rows, without padding."""
+        """Tokens in all rows, without padding."""
         return int(self._tokens_of(self.pieces.lengths).sum())
 
     def _tokens_of(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the number of tokens in a row for pieces of these lengths."""
+        """Return the row tokens that pieces of these lengths take."""
         if self.examples is None:
             return lengths
         return self.examples.lengths(lengths)
@@ -240,11 +237,11 @@ class RowPlan:
         return self.rows(index, index + 1)[0][0]
 
     def rows(self, first: int, stop: int) -> tuple[list[Row], int]:
-        """Return rows ``first`` to ``stop`` (exclusive), and their tokens without padding."""
+        """Return rows ``first`` to ``stop`` (exclusive) and their token count without padding."""
         ends = self.row_offsets[first : stop + 1].tolist()
         begin = ends[0]
         documents, starts, lengths = self._columns
-        # All rows at once: a step may have hundreds of short ones.
+        # Slice once for all rows: a step may have hundreds of short ones.
         sizes = lengths[begin : ends[-1]].tolist()
         rows = [
             Row(documents[start:end], starts[start:end], sizes[start - begin : end - begin])
@@ -258,11 +255,13 @@ class RowPlan:
 
     @cached_property
     def _columns(self) -> tuple[memoryview, memoryview, memoryview]:
-        """Documents, first tokens and lengths of all pieces, as memory views with cheap slices and plain integers."""
+        """Documents, start tokens and lengths for all pieces, as memory views: cheap to slice, and elements are Python
+        integers.
+        """
         return self.pieces.documents.data, self.pieces.starts.data, self.pieces.lengths.data
 
     def parts_from(self, row: int) -> Parts:
-        """Return the parts in this row and later ones, rejoined if they were cut for these rows."""
+        """Return the parts in row ``row`` and later, merged again if they were cut for these rows."""
         return self.pieces.at(np.arange(int(self.row_offsets[row]), len(self.pieces.starts))).joined()
 
 
@@ -278,17 +277,16 @@ def plan_parts(
     open_rows: int = OPEN_ROWS,
     source_seq_len: int = 0,
 ) -> RowPlan:
-    """Pack parts of documents (all of at least 1 token) into rows of at most ``seq_len`` tokens.
+    """Pack document parts (each with at least 1 token) into rows of at most ``seq_len`` tokens.
 
-    Pairs are never cut, and a row has at most ``source_seq_len`` tokens of sources; a pair that exceeds a row is
-    dropped.
+    Pairs are never cut: a row has at most ``source_seq_len`` source tokens, and a pair that exceeds a row is dropped.
 
-    With ``shuffle``, a hash of (seed, epoch) orders the parts before they are packed, and then the rows. Without it,
-    both keep the order of the parts.
+    With ``shuffle``, a hash of (seed, epoch) orders the parts before packing, and then the rows. Otherwise parts and
+    rows keep their order.
     """
     assert min(seq_len, open_rows, int(parts.lengths.min(initial=1))) >= 1, "lengths and sizes are at least 1"
     if shuffle:
-        # Packed in shuffled order, so that each epoch combines different documents in its rows.
+        # Shuffle before packing, so that each epoch combines different documents in its rows.
         parts = parts.at(shuffled(parts.documents | parts.copies << _COPY_BIT, seed, epoch, _DOCUMENTS))
     if packing.examples is not None:
         budgets = (seq_len, source_seq_len)
@@ -300,14 +298,14 @@ def plan_parts(
         owners, starts, stops, rows = _whole_pairs(parts.lengths, parts.source_lengths, budgets, packing, open_rows)
     num_rows = int(rows.max(initial=-1)) + 1
     if shuffle:
-        # Rows are numbered in the order of opening, which depends on their pieces' lengths.
+        # Shuffle the rows too: packing numbers them in opening order, which depends on piece lengths.
         rows = shuffled(np.arange(num_rows), seed, epoch, _FIRST_ROWS + block)[rows]
     pieces = parts.at(owners)
     pieces = replace(pieces, starts=pieces.starts + starts, stops=pieces.starts + stops)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(rows, minlength=num_rows))])
     return RowPlan(
         seq_len=seq_len,
-        # Stable: the pieces of a row stay in the order in which they were packed.
+        # A stable sort keeps a row's pieces in packing order.
         pieces=pieces.at(np.argsort(rows, kind="stable")),
         row_offsets=offsets,
         num_documents=len(parts.documents),
@@ -318,11 +316,11 @@ def plan_parts(
 
 
 def _num_cut(parts: Parts, owners: np.ndarray, sizes: np.ndarray) -> int:
-    """Return the number of parts that are not contained in a single row."""
+    """Count the parts that no single row contains completely."""
     cut = len(np.unique(owners[sizes < parts.lengths[owners]]))
     if parts.source_lengths is None:
         return cut
-    # Pairs are complete, or in no row.
+    # A pair is in one row or dropped.
     return len(parts.documents) - len(owners)
 
 
@@ -347,12 +345,13 @@ def _whole_pairs(
 def _examples(
     lengths: np.ndarray, rule: ExampleRule, budgets: tuple[int, int], packing: Packing, open_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return pieces as ``_pieces`` does, for texts that become examples: rows have room for the examples."""
+    """Return pieces as ``_pieces`` does, for texts that become examples: rows are filled with example tokens."""
     if packing.kind == "concatenate":
         raise ConfigError(
             "data.packing=concatenate cuts wherever a row ends, and an example that is made of a text is whole.\n"
             "Use best_fit or one_document."
         )
+    # Cut texts so that each piece's example fits into one row, then pack by the examples' lengths.
     owners, starts, stops = _cut(lengths, rule.most_tokens(*budgets))
     enough = stops - starts >= rule.least_tokens
     owners, starts, stops = owners[enough], starts[enough], stops[enough]
@@ -369,10 +368,10 @@ def _examples(
 def _pieces(
     lengths: np.ndarray, seq_len: int, packing: Packing, open_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return documents in order as pieces: document index, start, stop, and row, numbered in the order of opening."""
+    """Return document pieces in order: document index, start, stop, and row, numbered in opening order."""
     if packing.kind == "concatenate":
         ends = np.cumsum(lengths)
-        # A piece ends where its document or a row does.
+        # A piece ends at each document end and at each row end.
         stops = np.union1d(ends, np.arange(seq_len, int(ends[-1:].sum()), seq_len))
         starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])[: len(stops)]
         owners = np.searchsorted(ends, starts, side="right")
@@ -388,8 +387,8 @@ def _pieces(
 
 
 def _cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return documents in order as pieces of at most ``seq_len``: document index, start, stop."""
-    # Rounded up: the remainder of a document is a piece too.
+    """Cut documents, in order, into pieces of at most ``seq_len`` tokens: document index, start, stop."""
+    # Round up: a document's remainder is a piece too.
     counts = -(-lengths // seq_len)
     owners = np.repeat(np.arange(len(lengths)), counts)
     first_piece = np.repeat(np.cumsum(counts) - counts, counts)
@@ -398,8 +397,8 @@ def _cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _rows_of(sizes: np.ndarray, seq_len: int, open_rows: int) -> np.ndarray:
-    """Return the row of each piece, numbered in the order of opening."""
-    # A piece that fills a row is alone in it: only the others have to be fitted.
+    """Return each piece's row, numbered in opening order."""
+    # A piece that fills a row stays alone, so only the others need fitting.
     partial = np.flatnonzero(sizes < seq_len)
     openers = np.arange(len(sizes))
     openers[partial] = partial[_best_fit(sizes[partial].tolist(), seq_len, open_rows)]
@@ -407,14 +406,20 @@ def _rows_of(sizes: np.ndarray, seq_len: int, open_rows: int) -> np.ndarray:
     return (np.cumsum(opens_row) - 1)[openers]
 
 
+# Online best fit ("Fewer Truncations Improve Language Modeling", Ding et al., 2024, arXiv 2404.10830). A document
+# longer than a row is first cut into full rows plus a remainder; remainders and short documents are then bin-packed, so
+# only documents that exceed a row are ever cut. The paper sorts pieces by length (best-fit decreasing). We keep the
+# shuffled order, which makes a row's composition random, and bound the open rows to ``open_rows``: each piece then
+# costs one binary search and one insertion in a short list. Invariant: ``free`` is ascending, ``free[i] > 0``, and
+# ``rows[i]`` is the opener of the row with ``free[i]`` tokens left.
 def _best_fit(sizes: Sequence[int], seq_len: int, open_rows: int) -> list[int]:
-    """Return for each piece the number of the piece that opened its row.
+    """Return, for each piece, the index of the piece that opened its row.
 
-    A piece goes to the open row with the fewest free tokens that still holds it. When too many rows are open, the
-    fullest is closed: it is the least likely to fit another piece.
+    A piece goes to the open row with the fewest free tokens that still holds it. If too many rows are open, the fullest
+    one is closed: it is the least likely to fit another piece.
     """
     openers: list[int] = []
-    # Parallel lists: free tokens of the open rows, ascending, and the piece that opened each row.
+    # Parallel lists: free tokens per open row, ascending, and the piece that opened the row.
     free: list[int] = []
     rows: list[int] = []
     for piece, size in enumerate(sizes):
@@ -428,7 +433,7 @@ def _best_fit(sizes: Sequence[int], seq_len: int, open_rows: int) -> list[int]:
         openers.append(row)
         if left == 0:
             continue
-        # Reinsert the row so that the list of free tokens stays ascending.
+        # Insert the row again so that ``free`` stays ascending.
         again = bisect.bisect_left(free, left)
         free.insert(again, left)
         rows.insert(again, row)
@@ -443,13 +448,13 @@ def _best_fit_of_pairs(
 ) -> list[int]:
     """Return openers as ``_best_fit`` does, with two budgets: a pair goes to the fitting row with the least room.
 
-    Room is the sum of the free shares of both budgets.
+    Room adds the free fractions of both budgets.
     """
     openers: list[int] = []
-    # Open rows sorted by room: room, free tokens of both sides, and the piece that opened the row.
+    # Open rows in ascending order of room: room, free target and source tokens, and the piece that opened the row.
     rows: list[tuple[float, int, int, int]] = []
     for piece, (size, source_size) in enumerate(zip(sizes, source_sizes, strict=True)):
-        # A row with less room than the pair takes cannot hold it.
+        # A row with less room than the pair takes cannot hold it; the margin covers rounding in the two divisions.
         first = bisect.bisect_left(rows, (size / budgets[0] + source_size / budgets[1] - 1e-9,))
         left, source_left, row = budgets[0], budgets[1], piece
         for number in range(first, len(rows)):
@@ -460,7 +465,7 @@ def _best_fit_of_pairs(
                 break
         openers.append(row)
         left, source_left = left - size, source_left - source_size
-        # A pair has tokens on both sides.
+        # A pair has tokens on both sides, so a row without free tokens on one side is complete.
         if left and source_left:
             bisect.insort(rows, (left / budgets[0] + source_left / budgets[1], left, source_left, row))
         if len(rows) > open_rows:
@@ -473,24 +478,24 @@ MAX_FACTOR = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Upsampling:
-    """Rule that repeats documents of at least ``min_tokens`` tokens ``factor`` times per epoch, on average."""
+    """Rule that repeats documents with at least ``min_tokens`` tokens ``factor`` times per epoch, on average."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012, a mixture's file has nothing else
 
     min_tokens: int
     factor: float
-    """2.5: two or three times, by a draw for each document and epoch. Below 1, some are left out of an epoch."""
+    """2.5: two or three copies, drawn per document and epoch. Below 1, some documents are left out of an epoch."""
 
 
 def copies_of(parts: Parts, rules: tuple[Upsampling, ...], *, seed: int, epoch: int) -> Parts:
     """Repeat documents according to the rules, with copies adjacent; the last rule that matches a document applies.
 
-    A pure function of document, length, seed and epoch, like the rest of a plan.
+    A pure function of document, length, seed and epoch.
     """
     factors = np.ones(len(parts.documents))
     for rule in rules:
         factors[parts.lengths >= rule.min_tokens] = rule.factor
-    # The top 53 bits, which a float holds exactly: the same draw on every machine.
+    # Use the top 53 bits, which a float holds exactly, so that every machine draws the same copies.
     draws = mix64_array(parts.documents.astype(np.uint64) ^ np.uint64(key64(seed, epoch, _COPIES))) >> np.uint64(11)
     counts = np.floor(factors).astype(np.int64)
     counts += draws < (factors - counts) * 2.0**53

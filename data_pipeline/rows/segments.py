@@ -1,15 +1,14 @@
-"""Two segments of a text, and whether they belong together: the task of a pair head in addition to masked tokens.
+"""Two text segments and whether they belong together: the task for a pair head in addition to masked tokens.
 
     [CLS] first segment [SEP] second segment [SEP]
 
-"nsp" (BERT, Devlin et al., 2018, arXiv 1810.04805, §3.1): half of the second segments are replaced by a stretch of
-another document. "sop" (ALBERT, Lan et al., 2019, arXiv 1909.11942, §3.1): half of the pairs are swapped. A piece is
-cut at the beginning of one of its paragraphs, if the folder records them (`data build --paragraphs`); otherwise at the
-beginning of one of its words.
+"nsp" (BERT, Devlin et al., 2018, arXiv 1810.04805, §3.1): half the second segments are replaced by a span from another
+document. "sop" (ALBERT, Lan et al., 2019, arXiv 1909.11942, §3.1): half the pairs are swapped. A piece is cut at the
+start of a paragraph if the folder records paragraphs (`data build --paragraphs`), and otherwise at the start of a word.
 
-The cut of a piece, the decision to replace or swap and the replacement are functions of (seed, epoch, folder, document,
-position): the same for any ranks, threads and resumption. A stretch of another document has as many tokens as the
-segment that it replaces, so the length of an example follows from its piece.
+Cut, decision and replacement are functions of (seed, epoch, folder, document, position): the same for any ranks,
+threads and resumption. A span from another document has as many tokens as the segment that it replaces, so an example's
+length follows from its piece.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from longctx.mixing import mix64_array
 from longctx.tokenizer.words import word_begins
 
 _AROUND = 3
-"""Tokens of an example that are not the text's."""
+"""Special tokens per example."""
 _CANDIDATES = 16
-"""Other documents that are asked for a stretch that is long enough; if none has one, the segments stay together."""
+"""Documents tried for a replacement that is long enough; if all are too short, the segments stay together."""
 
 # Salts; ``rows.spans`` has the previous ones.
 _CUT, _ORDER, _OTHER, _STRETCH = 401, 402, 403, 404
@@ -45,18 +44,20 @@ class SegmentRule:
     least_tokens, has_segments = 2, True
 
     def __str__(self) -> str:
-        """Return the rule as recorded in a loader's state."""
+        """Return the rule as recorded in the loader state."""
         return f"pairs of segments ({self.kind})"
 
     def lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the tokens of the examples of pieces of these lengths."""
+        """Return the example lengths for pieces of these lengths."""
         return lengths + _AROUND
 
     def source_lengths(self, lengths: np.ndarray) -> None:
         """Return None: an example has no encoder input."""
 
     def most_tokens(self, seq_len: int, source_seq_len: int) -> int:
-        """Return the tokens of the longest piece whose example fits into a row; raise ConfigError if none does."""
+        """Return the longest piece length with an example that fits into a row; raise ConfigError if rows are too
+        short.
+        """
         if seq_len < _AROUND + self.least_tokens:
             raise ConfigError(
                 f"data.seq_len={seq_len} holds no two segments: with the {_AROUND} tokens around them they have at "
@@ -66,7 +67,7 @@ class SegmentRule:
 
 
 class Segments:
-    """A segment rule applied to the documents of a folder."""
+    """Segment rule applied to a folder's documents."""
 
     def __init__(self, rule: SegmentRule, shards: ShardSet, *, seed: int) -> None:
         """Initialize; raise ConfigError if the folder or its tokenizer does not support two segments."""
@@ -91,10 +92,10 @@ class Segments:
         self._key = int(shards.manifest.hash[:16], 16)
 
     def examples(self, pieces: Sequence[PieceOfEpoch]) -> list[Example]:
-        """Return the two segments of each piece, in some order."""
+        """Return each piece's example with two segments in some order."""
         texts = read_texts(self.shards, [piece for piece, _ in pieces])
         cuts = [self._cut(*piece, tokens) for piece, tokens in zip(pieces, texts, strict=True)]
-        # A hash's first bit.
+        # Use the hash's top bit.
         orders = [self._hash(*piece, _ORDER) >> 63 for piece in pieces]
         seconds: dict[int, np.ndarray] = {}
         if self.rule.kind == "nsp":
@@ -102,7 +103,7 @@ class Segments:
             others = self._others([pieces[n] for n in wanted], [len(texts[n]) - cuts[n] for n in wanted])
             found = {n: other for n, other in zip(wanted, others, strict=True) if other is not None}
             seconds = dict(zip(found, read_texts(self.shards, found.values()), strict=True))
-            # If no candidate was long enough, the piece is kept unchanged and labeled accordingly.
+            # If every candidate was too short, the piece stays unchanged and is labeled accordingly.
             orders = [int(number in seconds) for number in range(len(pieces))]
         made = []
         for number, (tokens, cut, order) in enumerate(zip(texts, cuts, orders, strict=True)):
@@ -110,6 +111,7 @@ class Segments:
             if order and self.rule.kind == "sop":
                 first, second = second, first
             parts = (self._begin, first, self._end, second, self._end)
+            # [CLS] first [SEP] second [SEP]: the second segment starts after the first one and two special tokens.
             made.append(Example(np.concatenate(parts), second=len(first) + 2, order=order))
         return made
 
@@ -118,13 +120,14 @@ class Segments:
         return key64(key64(document, self._key), self.seed, epoch, start, salt, number)
 
     def _cut(self, piece: Piece, epoch: int, tokens: np.ndarray) -> int:
-        """Return the number of a piece's tokens in its first segment, drawn among the possible cuts."""
+        """Return the first segment's length in tokens, drawn from the possible cuts."""
         document, start, stop = piece
         places = np.empty(0, np.int64)
         if self.shards.manifest.has_paragraphs:
             begins = self.shards.paragraphs(document) - self._around[0]
             places = begins[(begins > start) & (begins < stop)] - start
-        # With one paragraph, or a folder without paragraphs: cut between two words, or else between any tokens.
+        # With a single paragraph, or a folder without paragraphs, cut between two words, or failing that between any
+        # two tokens.
         if not len(places):
             places = np.flatnonzero(self._begins_word[tokens[1:]]) + 1
         if not len(places):
@@ -133,19 +136,21 @@ class Segments:
         return int(places[np.argmin(hashes)])
 
     def _others(self, pieces: Sequence[PieceOfEpoch], lengths: Sequence[int]) -> list[Piece | None]:
-        """Return a stretch of another document, of the given length, for each piece; None if no candidate has one."""
+        """Return, for each piece, a span of the given length from another document; None if every candidate is too
+        short.
+        """
         count = self.shards.num_documents
         drawn = np.array(
             [[self._hash(*piece, _OTHER, number) % (count - 1) for number in range(_CANDIDATES)] for piece in pieces],
             np.int64,
         ).reshape(-1, _CANDIDATES)
-        # All but the piece's own document.
+        # Skip the piece's own document.
         drawn += drawn >= np.array([document for (document, _, _), _ in pieces], np.int64)[:, None]
         asked, inverse = np.unique(drawn, return_inverse=True)
         text_tokens = (self.shards.lengths_of(asked) - sum(self._around))[inverse].reshape(drawn.shape)
         found: list[Piece | None] = []
         for piece, documents, tokens, wanted in zip(pieces, drawn, text_tokens, lengths, strict=True):
-            # The first candidate that is long enough: short documents are used less often than long ones.
+            # Take the first candidate that is long enough, so short documents are used less often than long ones.
             enough = np.flatnonzero(tokens >= wanted)
             if not len(enough):
                 found.append(None)

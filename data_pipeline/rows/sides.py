@@ -1,4 +1,4 @@
-"""``Sides``: reading of rows as documents, as pairs, or as examples made from texts."""
+"""``Sides``: reads rows as documents, as pairs, or as examples made from texts."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sides:
-    """Reader of rows, and of both sides of them, if they have two."""
+    """Reads rows, with both sides if they contain pairs."""
 
     documents: Documents
     seq_len: int
     masking: Masking | None = None
     source_seq_len: int = 0
     source: SourceSide | None = None
-    """Of pairs."""
+    """Source side, for pairs."""
     recipe: Recipe | None = None
-    """Of texts that examples are made of."""
+    """Recipe for examples, if they are made from texts."""
 
     def batch(self, rows: Sequence[Row]) -> CompactBatch:
         """Return the rows as a batch [rows, seq_len]."""
@@ -52,7 +52,7 @@ class Sides:
     def share(
         self, rows: Sequence[Row], place: Place, place_source: Place | None = None
     ) -> tuple[CompactBatch, PackedDocuments, Lengths]:
-        """Return one rank's share of that batch, the documents of all ranks, and the lengths of their sources."""
+        """Return one rank's share of that batch, the documents on all ranks, and their source lengths."""
         documents, rows, sources = self._sides(rows)
         share, whole = build_share(
             documents, rows, self.seq_len, place, masking=self.masking, sources=sources, place_source=place_source
@@ -63,20 +63,22 @@ class Sides:
         return share, whole, of_sources
 
     def layout(self, rows: Sequence[Row]) -> PackedDocuments:
-        """Return the documents of such a batch without reading tokens."""
+        """Return the batch's documents without reading tokens."""
         return documents_of(self._sides(rows)[1], self.seq_len, of_pairs=self.source_seq_len > 0)
 
     def lengths(self, rows: Sequence[Row]) -> Iterator[tuple[Lengths, ...]]:
-        """Yield the lengths of each row's documents, and of their sources if it has any, without reading tokens."""
+        """Yield each row's document lengths, and source lengths if it has pairs, without reading tokens."""
         return lengths_of(self._sides(rows)[1], self.seq_len, self.source_seq_len)
 
     def segments(self, row: Row) -> list[tuple[np.ndarray, int, int]]:
-        """Return the two-segment examples of a row: unmasked tokens, first token of the second segment, and order."""
+        """Return a row's two-segment examples: unmasked tokens, start token of the second segment, and order label."""
         assert self.recipe is not None, "texts are read as they are"
         pieces = list(zip(row, row.epochs or [0] * len(row), strict=True))
         return [(made.tokens, made.second, made.order) for made in self.recipe.examples(pieces)]
 
     def _sides(self, rows: Sequence[Row]) -> tuple[Readable, Sequence[Row], Sources | None]:
+        # The only place that distinguishes the three kinds of data: everything below sees documents, rows and optional
+        # sources.
         if self.recipe is not None:
             examples, rows = Examples.of_rows(self.recipe, rows)
             if not self.source_seq_len:
@@ -90,12 +92,12 @@ class Sides:
 def sides_of(
     folders: Sequence[ShardSet], packing: Packing, seq_len: int, source_seq_len: int, *, seed: int
 ) -> dict[str, Any]:
-    """Return the source or recipe of a folder's documents as fields of ``Sides``; empty for texts read unchanged."""
+    """Return a folder's source side or recipe as ``Sides`` fields; empty for texts that are read unchanged."""
     if isinstance(packing.examples, SpanRule):
         spans = Spans(packing.examples, folders[0], seq_len=seq_len, source_seq_len=source_seq_len, seed=seed)
         return {"recipe": spans}
     if isinstance(packing.examples, SegmentRule):
-        # Raises ConfigError if rows are too short for two segments, before one is read.
+        # Raises ConfigError if rows are too short for two segments, before any row is read.
         packing.examples.most_tokens(seq_len, source_seq_len)
         return {"recipe": Segments(packing.examples, folders[0], seed=seed)}
     if source_seq_len:
@@ -104,16 +106,16 @@ def sides_of(
 
 
 def masking_of(rule: MaskRule | None, folders: Sequence[ShardSet], *, seed: int) -> Masking | None:
-    """Return a rule applied to these folders; raise ConfigError if they do not support masking."""
+    """Apply a masking rule to these folders; raise ConfigError if they do not support masking."""
     if rule is None:
         return None
     return Masking(rule, folders, seed=seed)
 
 
 def documents_in(folders: Sequence[ShardSet], fims: Sequence[Fim | None] = ()) -> Documents:
-    """Return the documents of all folders under one numbering, with fill-in-the-middle according to ``fims``.
+    """Return the documents in all folders under one numbering, with fill-in-the-middle according to ``fims``.
 
-    Raises DataError for folders of different tokenizers, and ConfigError for fill-in-the-middle of conversations.
+    Raises DataError if tokenizers differ, and ConfigError for fill-in-the-middle in conversations.
     """
     documents: ShardSet | Corpus = folders[0]
     if len(folders) > 1:

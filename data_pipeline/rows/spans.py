@@ -1,15 +1,15 @@
-"""Corrupted spans: the encoder reads the remainder of a text, and the decoder writes the missing spans.
+"""Span corruption: the encoder reads the text that remains, and the decoder writes the missing spans.
 
-"T5" (Raffel et al., 2019, arXiv 1910.10683, §3.1.4 and §3.3.4): a share of a piece of n tokens is removed, in spans of
+"T5" (Raffel et al., 2019, arXiv 1910.10683, §3.1.4 and §3.3.4): a share of a piece's n tokens is removed, in spans with
 a given mean length. Each span is replaced by its own sentinel, in order; the target is each sentinel followed by its
-span, and the end. Kept stretches and removed spans alternate, beginning with a kept one, and both are cut at random
-places, as in T5's own ``random_spans_noise_mask``.
+span, and the end token. Kept and removed spans alternate, starting with a kept one, and both are cut at random
+positions, as in T5's own ``random_spans_noise_mask``.
 
     text      Thank you for inviting me to your party last week
     source    Thank you <0> me to your party <1> week
     target    <0> for inviting <1> last
 
-The cuts of a piece are a function of (seed, epoch, folder, document, position): the same for any ranks, threads and
+A piece's cuts are a function of (seed, epoch, folder, document, position): the same for any ranks, threads and
 resumption.
 """
 
@@ -34,12 +34,12 @@ _TAKEN, _LEFT = 301, 302
 
 @dataclass(frozen=True)
 class SpanRule:
-    """Rule that sets the share of a text to remove, and the mean length of spans."""
+    """Rule that sets the share of text to remove and the mean span length."""
 
     rate: float = 0.15
-    """Share of the tokens."""
+    """Share of tokens to remove."""
     length: float = 3.0
-    """Tokens of a span, on average."""
+    """Mean tokens per span."""
     least_tokens, has_segments = 1, False
 
     def __post_init__(self) -> None:
@@ -49,30 +49,34 @@ class SpanRule:
             raise ConfigError(f"data.span_length={self.length} must be at least 1 token. T5 has 3.")
 
     def __str__(self) -> str:
-        """Return the rule as recorded in a loader's state."""
+        """Return the rule as recorded in the loader state."""
         return f"spans of {self.length:g}, {self.rate:g} of the tokens"
 
     def taken(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the number of tokens removed from pieces of these lengths; 0 for a single token."""
+        """Return the number of tokens to remove from pieces of these lengths; 0 for a single token."""
         wanted = np.rint(lengths * self.rate).astype(np.int64)
         return np.minimum(np.maximum(wanted, 1), np.maximum(lengths - 1, 0))
 
     def spans(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the number of removed spans of pieces of these lengths; as many stretches are kept."""
+        """Return the number of spans to remove from pieces of these lengths; as many spans are kept."""
         taken = self.taken(lengths)
+        # At least one span if any token is removed, and at most one per kept token, because every removed span follows
+        # a kept one.
         found = np.maximum(np.rint(taken / self.length).astype(np.int64), np.minimum(taken, 1))
         return np.minimum(found, lengths - taken)
 
     def source_lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the tokens of the sources: the kept tokens, a sentinel for each span, and the end."""
+        """Return the source lengths: kept tokens, one sentinel per span, and the end token."""
         return lengths - self.taken(lengths) + self.spans(lengths) + 1
 
     def lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the tokens of the targets: a start, a sentinel and the tokens of each span, and the end."""
+        """Return the target lengths: a start token, one sentinel per span with the span's tokens, and the end token."""
         return self.taken(lengths) + self.spans(lengths) + 2
 
     def most_tokens(self, seq_len: int, source_seq_len: int) -> int:
-        """Return the tokens of the longest piece of which both sides fit into a row; raise ConfigError if none does."""
+        """Return the longest piece length with both sides within a row; raise ConfigError if no piece fits."""
+        # Each removed token costs at least one target token and each kept one a source token, so no longer piece can
+        # fit.
         lengths = np.arange(1, 2 * (seq_len + source_seq_len) + 2)
         fits = (self.lengths(lengths) <= seq_len) & (self.source_lengths(lengths) <= source_seq_len)
         if not fits.any():
@@ -84,10 +88,10 @@ class SpanRule:
 
 
 class Spans:
-    """A span rule applied to the documents of a folder."""
+    """Span rule applied to a folder's documents."""
 
     def __init__(self, rule: SpanRule, shards: ShardSet, *, seq_len: int, source_seq_len: int, seed: int) -> None:
-        """Initialize; raise ConfigError if the folder does not hold texts, or if there are too few sentinels."""
+        """Initialize; raise ConfigError if the folder does not contain texts or the tokenizer has too few sentinels."""
         self.rule, self.seed, self.shards = rule, seed, shards
         tokenizer = shards.tokenizer()
         self.sentinels = np.array(tokenizer.special.sentinels, np.int32)
@@ -107,21 +111,21 @@ class Spans:
         self._key = int(shards.manifest.hash[:16], 16)
 
     def examples(self, pieces: Sequence[PieceOfEpoch]) -> list[Example]:
-        """Return the removed spans of each piece as target, and the rest of it as source."""
+        """Return one example per piece: removed spans as target, the remaining text as source."""
         texts = read_texts(self.shards, [piece for piece, _ in pieces])
         return [self.corrupt(*piece, tokens) for piece, tokens in zip(pieces, texts, strict=True)]
 
     def corrupt(self, piece: Piece, epoch: int, tokens: np.ndarray) -> Example:
-        """Return the example of a piece with these tokens, int32."""
+        """Build the example for a piece with these tokens, int32."""
         document, start, _ = piece
         count = len(tokens)
         taken, spans = (int(of(np.array([count]))[0]) for of in (self.rule.taken, self.rule.spans))
         sentinels = self.sentinels[:spans, None]
         parts = (key64(document, self._key), self.seed, epoch, start)
-        # Kept and removed stretches alternate, beginning with a kept one.
+        # Kept and removed spans alternate, starting with a kept one.
         sizes = np.stack([_segments(count - taken, spans, parts, _LEFT), _segments(taken, spans, parts, _TAKEN)], 1)
         cut = np.split(tokens, np.cumsum(sizes.ravel())[:-1])
-        # A piece too short for a span is copied: its source is complete, and its target is empty.
+        # A piece too short for a span is copied: its source is complete and its target empty.
         left, out = (cut[0::2], cut[1::2]) if spans else ([tokens], [])
         source = [part for pair in zip(left, sentinels, strict=False) for part in pair] or left
         target = [part for pair in zip(sentinels, out, strict=True) for part in pair]
@@ -130,10 +134,10 @@ class Spans:
 
 
 def _segments(count: int, parts: int, key: tuple[int, ...], salt: int) -> np.ndarray:
-    """Return random lengths [parts] of at least 1 that add up to ``count``; cuts have the smallest hashes."""
+    """Return ``parts`` random lengths, each at least 1, that add up to ``count``; cuts have the smallest hashes."""
     if parts <= 1:
         return np.array([count] * parts, np.int64)
-    # Every choice of places is equally likely: their hashes are in random order.
+    # Every set of cuts is equally likely, because the positions' hashes are in random order.
     places = np.arange(1, count)
     hashes = mix64_array(places.astype(np.uint64) ^ np.uint64(key64(*key, salt)))
     cuts = np.sort(places[np.argsort(hashes, kind="stable")[: parts - 1]])

@@ -1,6 +1,6 @@
-"""Endless rows of one shard folder: blocks in order, epoch after epoch.
+"""Endless rows from one shard folder: blocks in order, epoch after epoch.
 
-The row length may change at any row. The rest of the current block is then packed again, without losing or repeating a
+The row length may change at any row. The rest of the current block is then packed again without losing or repeating a
 token: the position records how many rows were taken at each length.
 """
 
@@ -14,23 +14,23 @@ from data_pipeline.rows.pack import Row
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Position of the next row of a stream, a function of the rows taken before."""
+    """Position of a stream's next row, a function of the rows taken before."""
 
     epoch: int = 0
     epoch_row: int = 0
-    """The row's number in its epoch."""
+    """Row index within the epoch."""
     block: int = 0
     block_row: int = 0
-    """The row's number in its block, or in what ``before`` has left of that. Epoch, block and this one say where it is.
-    """
+    """Row index within the block, or within the part that remains after ``before``. Epoch, block and this index locate
+    the row."""
     row_tokens: int = 0
-    """The length of rows in this block; 0 before the first one."""
+    """Row length in this block; 0 before the first row."""
     before: tuple[Stretch, ...] = ()
-    """What was taken of this block at other lengths."""
+    """Rows taken from this block at other lengths."""
 
     def moved(self, rows: int) -> StreamPosition:
-        """Return the position ``rows`` rows further, in this block."""
-        # Called in each step: ``replace`` takes twice as long.
+        """Return the position ``rows`` rows further within this block."""
+        # Called every step: ``replace`` takes twice as long.
         return StreamPosition(
             self.epoch,
             self.epoch_row + rows,
@@ -41,28 +41,29 @@ class StreamPosition:
         )
 
     def at_block(self, epoch: int, block: int) -> StreamPosition:
-        """Return the position at the beginning of a later block."""
+        """Return the position at the start of a later block."""
         epoch_row = self.epoch_row
         if epoch != self.epoch:
             epoch_row = 0
         return StreamPosition(epoch, epoch_row, block, 0, self.row_tokens)
 
     def at_length(self, row_tokens: int) -> StreamPosition:
-        """Return the same position for rows of another length: the rest of the block is then packed again."""
+        """Return the same position for another row length: the rest of the block is then packed again."""
         if row_tokens == self.row_tokens:
             return self
         before = self.before
+        # Record rows already taken at the old length: the new plan covers only the tokens that remain.
         if self.block_row:
             before = (*before, Stretch(self.row_tokens, self.block_row))
         return replace(self, block_row=0, row_tokens=row_tokens, before=before)
 
 
 BEGINNING = StreamPosition()
-"""The first row of all."""
+"""Position of the very first row."""
 
 
 class Stream:
-    """Endless rows of a planner. It holds no position: the caller has one."""
+    """Endless rows from a planner. The caller holds the position."""
 
     def __init__(self, planner: BlockPlanner) -> None:
         self.planner = planner
@@ -70,18 +71,19 @@ class Stream:
     def take(
         self, at: StreamPosition, count: int, row_tokens: int, *, epochs: int | None = None
     ) -> tuple[list[Row], int, StreamPosition]:
-        """Return the next ``count`` rows of at most ``row_tokens`` tokens, their tokens, and the position after them.
+        """Return the next ``count`` rows with at most ``row_tokens`` tokens each, their tokens, and the position after
+        them.
 
-        Returns fewer rows if ``epochs`` epochs end before. Raises ConfigError or DataError if an epoch has no row at
-        all.
+        Returns fewer rows if ``epochs`` epochs end first. Raises ConfigError or DataError if a full epoch has no row.
         """
         rows: list[Row] = []
         tokens = empty = 0
-        # The rest of the block is packed again if its rows had another length so far.
+        # A changed row length makes the planner pack the rest of the block again.
         at = at.at_length(row_tokens)
         while len(rows) < count and (epochs is None or at.epoch < epochs):
             plan = self.planner.plan(at.epoch, at.block, row_tokens=row_tokens, before=at.before)
-            # If upsampling leaves documents out, or pairs are too long, a block may have none.
+            # A block may be empty if upsampling leaves documents out or pairs are too long. A full epoch of empty
+            # blocks is an error; without this check the loop would never end.
             empty += 1
             if plan.num_rows:
                 empty = 0
@@ -95,7 +97,7 @@ class Stream:
             tokens += found_tokens
             epoch, block = self.planner.next_block(at.epoch, at.block)
             if stop > plan.num_rows // 2:
-                # Planned in parallel with the next steps, which then never wait for it.
+                # Plan the next block in parallel with the next steps, so that they never wait for it.
                 self.planner.prepare(epoch, block, row_tokens=row_tokens)
             at = at.moved(stop - at.block_row)
             if stop == plan.num_rows:
@@ -103,16 +105,16 @@ class Stream:
         return rows, tokens, at
 
     def has_row(self, at: StreamPosition) -> bool:
-        """Return whether there is a row at this position, which may come from an untrusted file."""
+        """Return whether a row exists at this position, which may come from an untrusted file."""
         if at.block >= self.planner.num_blocks:
             return False
         taken: tuple[Stretch, ...] = ()
         stretches = at.before
-        # The first row of a block need not exist: the block may have none.
+        # A block's first row may not exist: the block may be empty.
         if at.block_row:
             stretches = (*stretches, Stretch(at.row_tokens, at.block_row + 1))
         for stretch in stretches:
-            # If a stretch took all rows, no tokens would be left to pack.
+            # If earlier stretches took all rows, no tokens would be left to pack.
             plan = self.planner.plan(at.epoch, at.block, row_tokens=stretch.row_tokens or None, before=taken)
             if plan.num_rows < stretch.rows:
                 return False

@@ -1,4 +1,4 @@
-"""Preview of a run's rows: packing, documents by length, and the work of data ranks, before any computation."""
+"""Preview of a run's rows: packing, documents by length, and work per data rank, before any computation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from data_pipeline.rows.order import Order
 from data_pipeline.rows.sides import Sides
 
 STEPS = 64
-"""Steps whose work is looked at."""
+"""Steps to analyze."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Work of the busiest data rank in each step as a multiple of the mean rank's.
+    """Busiest data rank's work per step as a multiple of the mean rank's.
 
-    In lockstep, the sum over micro-batches of each one's busiest rank, as a multiple of the same mean.
+    In lockstep, the sum over micro-batches of the busiest rank's work, as a multiple of the same mean.
     """
 
     in_order: list[float]
@@ -30,13 +30,12 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Statistics of the rows that a run will read."""
+    """Statistics on the rows that a run will read."""
 
     packing: PackReport
     steps_of_epoch: float
     piece_tokens: dict[str, int]
-    """Tokens of the rows looked at, by the length of the piece that they stand in: key ``2^k`` counts pieces of 2^k to
-    2^(k+1) - 1 tokens."""
+    """Tokens in the analyzed rows by piece length: key ``2^k`` covers pieces of 2^k to 2^(k+1) - 1 tokens."""
     work: StepWork
 
 
@@ -50,15 +49,15 @@ def survey(
     steps: int = STEPS,
     lockstep: bool = False,
 ) -> Survey:
-    """Plan the first rows of a run without reading tokens; packing covers blocks with at least ``documents`` documents.
+    """Plan a run's first rows without reading tokens; packing covers blocks with at least ``documents`` documents.
 
-    ``sides`` defines how rows are read, and ``cost`` returns the work of a row from the lengths of its documents, and
-    of their sources. A short epoch has fewer ``steps``, at least one if it has enough rows for a step. With
-    ``lockstep`` ranks wait for one another in each micro-batch.
+    ``sides`` defines how rows are read; ``cost`` returns a row's work from its document lengths and source lengths. A
+    short epoch has fewer ``steps``, but at least one if its rows fill a step. With ``lockstep``, ranks wait for one
+    another in every micro-batch.
     """
     packing = order.report(order.start(), documents=documents)
     rows_per_step = sum(micro_batches.sizes) * micro_batches.data_degree
-    # Rows of a second epoch would add no information.
+    # A second epoch's rows would add no information.
     rows = order.first_rows(min(steps * rows_per_step, packing.rows))
     tokens: dict[str, int] = {}
     for row in rows:
@@ -67,6 +66,7 @@ def survey(
             tokens[key] = tokens.get(key, 0) + stop - start
     work = StepWork(in_order=[], balanced=[])
     costs = [cost(*lengths) for lengths in sides.lengths(rows)]
+    # Full steps only: in a partial step, some ranks would have no work.
     for first in range(0, len(rows) - rows_per_step + 1, rows_per_step):
         of_step = costs[first : first + rows_per_step]
         places = balanced(of_step, micro_batches, lockstep=lockstep)
@@ -81,11 +81,11 @@ def survey(
 
 
 def straggler(costs: Sequence[int], places: Sequence[int], micro_batches: MicroBatches, *, lockstep: bool) -> float:
-    """Return the work that all ranks wait for, divided by the mean rank's work, with row ``places[n]`` at place n.
+    """Return the work that all ranks wait for, divided by the mean rank's work, with row ``places[n]`` at position n.
 
-    The work waited for is the busiest rank's in the step; in lockstep the sum over micro-batches of each busiest
-    rank's.
+    All ranks wait for the step's busiest rank; in lockstep, for the busiest rank in each micro-batch.
     """
+    # loads [micro-batches, data ranks].
     loads = np.array(
         [
             [

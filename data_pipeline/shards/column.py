@@ -1,4 +1,4 @@
-"""``TokenColumn``: lists of token ids in a mapped file, whose blocks are checked before use."""
+"""``TokenColumn``: lists of token ids in a mapped file, with blocks verified before use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from data_pipeline.shards.sums import ADVICE, BLOCK_SHIFT, Blocks, advise
 from longctx.errors import DataError
 
 OFFSET = 8
-"""Bytes of an offset into the tokens."""
+"""Bytes per offset into the tokens."""
 
 
 class TokenColumn:
-    """A column of lists of ids: row ``i`` is ``values[offsets[i] : offsets[i + 1]]``."""
+    """Column of id lists: row ``i`` is ``values[offsets[i] : offsets[i + 1]]``."""
 
     def __init__(self, column: pa.Array, content: pa.Buffer, blocks: Blocks, path: Path) -> None:
         self._path, self._blocks = path, blocks
@@ -25,10 +25,10 @@ class TokenColumn:
         self.values = column.values.to_numpy(zero_copy_only=True)
         self._offsets_buffer, values = column.offsets.buffers()[1], column.values.buffers()[1]
         self._offsets_at, self._values_at = place(self._offsets_buffer, content, path), place(values, content, path)
-        # Plain integers come from a memory view, in a third of the time that numpy takes.
+        # Plain integers come from a memory view, in a third of numpy's time.
         self.tokens = _reader(path, blocks, self.values, memoryview(self.offsets), self._offsets_at, self._values_at)
-        """Reads tokens ``start`` to ``stop`` of a row (to its end if None), as a view."""
-        # Tokens are read in runs; everything else in a few scattered bytes.
+        """Reads tokens ``start`` to ``stop`` of a row as a view, by default to its end."""
+        # Tokens are read in runs, all other data in a few scattered bytes.
         advise(values, mmap.MADV_NORMAL)
 
     def all_tokens(self) -> np.ndarray:
@@ -37,10 +37,11 @@ class TokenColumn:
         return self.values
 
     def lengths_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return the tokens of each of these rows."""
+        """Return each row's token count."""
         if len(rows) * mmap.PAGESIZE >= self.offsets.nbytes:
-            # Touches nearly every page: one read of all is faster than one of each page.
+            # This touches nearly every page, so one read of all pages is faster than one read per page.
             advise(self._offsets_buffer, mmap.MADV_WILLNEED)
+        # Neighboring offsets i and i + 1 delimit row i, so verify 16 bytes per row.
         self._blocks.check_items(self._offsets_at + OFFSET * rows, 2 * OFFSET)
         starts, stops = self.offsets[rows], self.offsets[rows + 1]
         if starts.min() < 0 or (stops <= starts).any() or stops.max() > len(self.values):
@@ -49,8 +50,8 @@ class TokenColumn:
         return stops - starts
 
     def longest(self) -> int:
-        """Return the tokens of the longest row."""
-        # All offsets, in one read.
+        """Return the longest row's token count."""
+        # Request all offsets in one read.
         advise(self._offsets_buffer, mmap.MADV_WILLNEED)
         self._blocks.check(self._offsets_at, self._offsets_at + self.offsets.nbytes)
         longest = int(np.diff(self.offsets).max(initial=0))
@@ -58,7 +59,7 @@ class TokenColumn:
         return longest
 
     def has(self, documents: int, tokens: int) -> bool:
-        """Return whether the column has exactly so many rows and tokens."""
+        """Return whether the column has exactly this many rows and tokens."""
         if (len(self.offsets) - 1, len(self.values)) != (documents, tokens):
             return False
         ends = np.array([0, documents])
@@ -66,12 +67,12 @@ class TokenColumn:
         return self.offsets[ends].tolist() == [0, tokens]
 
     def _release_offsets(self) -> None:
-        """Remove the pages of offsets from this process; they stay in the system's cache.
+        """Drop the pages with offsets from this process; they stay in the page cache.
 
-        A block has a few documents of every shard: otherwise a process would accumulate the offsets of the entire
+        A block of documents draws on every shard, so without this a process would accumulate the offsets of the entire
         corpus.
         """
-        # The file is mapped read-only: no data can be lost.
+        # The file is mapped read-only, so no data can be lost.
         advise(self._offsets_buffer, mmap.MADV_DONTNEED)
 
 
@@ -87,11 +88,11 @@ def _reader(
     def tokens(row: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         if not blocks.all_seen:
             at = offsets_at + OFFSET * row
-            # ``check`` tests the same. Calling it here would take a quarter of the time of the entire read.
+            # Inlined from ``Blocks.check``: a call here would take a quarter of the read's total time.
             if not (blocks.seen[at >> BLOCK_SHIFT] and blocks.seen[(at + 2 * OFFSET - 1) >> BLOCK_SHIFT]):
                 blocks.check(at, at + 2 * OFFSET)
         first, last = offset_of[row], offset_of[row + 1]
-        # A slice with wrong offsets would be another document's tokens, or fewer than the plan expects.
+        # A slice with invalid offsets would contain another document's tokens, or fewer than the plan expects.
         if not 0 <= first < last <= num_tokens:
             raise wrong_offsets(path)
         if stop is not None and first + stop < last:
@@ -114,10 +115,10 @@ def wrong_offsets(path: Path) -> DataError:
 
 
 def place(part: pa.Buffer | None, content: pa.Buffer, path: Path) -> int:
-    """Return the offset of a column's buffer in the file; raise DataError if it is not in the file."""
+    """Return a buffer's offset in the file; raise DataError if the buffer is not in the file."""
     if part is None or not part.size:
         return 0
-    # Otherwise it is in separate memory, which advice for files would destroy.
+    # A decompressed buffer is in separate memory, which madvise for files would destroy.
     if not content.address <= part.address <= content.address + content.size - part.size:
         raise DataError(f"{path} is compressed: its tokens cannot be mapped. Build the folder again.")
     return part.address - content.address

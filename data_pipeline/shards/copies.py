@@ -1,8 +1,8 @@
-"""Local copies of shard folders that cannot be mapped in place: in an object store, or packed.
+"""Local copies of shard folders that cannot be mapped in place: those in an object store, or packed.
 
-Manifest and tokenizer are fetched when the folder is opened, each shard when it is first used. Of the processes that
-share a cache one fetches it, and the others wait. A shard gets its name only when it is complete and its checksum is
-right, so no interrupted transfer is ever read, and the next start continues with the missing shards.
+Manifest and tokenizer are fetched when the folder is opened, and each shard when it is first used. If several processes
+share a cache, one fetches a shard and the others wait. A shard gets its name only once it is complete and its checksum
+matches, so interrupted transfers are never read, and the next start continues with the missing shards.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from longctx.tokenizer.load import has_tokenizer, is_carried
 
 _READ_BYTES = 16 << 20
 _SPARE_BYTES = 1 << 28
-"""What is left free on the cache's disk: a disk that is full to the last byte fails whoever writes next."""
+"""Minimum free space on the cache's disk: a completely full disk would fail the next process that writes."""
 
 
 class LocalCopy:
-    """Local copy of one folder; built by ``open_folder``."""
+    """Local copy of one folder; see ``open_folder``."""
 
     def __init__(self, origin: Location, folder: Path, manifest: Manifest, packing: PackedFolder | None) -> None:
         self.origin, self.folder = origin, folder
         self._manifest, self._packing = manifest, packing
 
     def missing(self) -> list[ShardEntry]:
-        """Return the shards that are not fetched yet."""
+        """Return the shards not fetched yet."""
         return [entry for entry in self._manifest.shards if not self._is_here(entry)]
 
     def check_room(self) -> None:
-        """Raise DataError if the cache's disk has no room for all missing shards."""
+        """Raise DataError if the cache's disk cannot hold all missing shards."""
         self._check_room(sum(entry.bytes for entry in self.missing()))
 
     def bring(self, entry: ShardEntry) -> None:
-        """Fetch a shard and its sums unless they are here; raise DataError if its origin is missing or damaged."""
+        """Fetch a shard and its block checksums unless present; raise DataError if its origin is missing or damaged."""
         if self._is_here(entry):
             return
         path = self.folder / entry.file
@@ -63,19 +63,19 @@ class LocalCopy:
                 for leftover in self.folder.glob(f".{entry.file}.*.tmp"):
                     leftover.unlink()
             self._check_room(entry.bytes)
-            # Before the shard, whose presence implies both.
+            # Fetch checksums first, because the shard's presence implies both.
             if entry.sums:
                 self._bring_sums(entry)
             with replaced_file(path) as temporary:
                 self._receive(entry, temporary)
 
     def drop(self, entry: ShardEntry) -> None:
-        """Remove a shard and its sums from the copy."""
+        """Remove a shard and its block checksums from the copy."""
         for name in (entry.file, sums_file(entry.file)):
             (self.folder / name).unlink(missing_ok=True)
 
     def lend_to(self, manifest: Manifest) -> None:
-        """Begin the copy for another manifest of the origin with hard links to the shards that are here."""
+        """Start the copy for another manifest of the same origin with hard links to the shards present here."""
         folder = _copy_of(self.origin, manifest, self.folder.parent)
         folder.mkdir(exist_ok=True)
         for entry in manifest.shards:
@@ -84,7 +84,7 @@ class LocalCopy:
                     os.link(self.folder / name, folder / name)
 
     def unlisted(self) -> list[str]:
-        """Return shards and sums in the origin that are not listed."""
+        """Return shards and checksum files in the origin that are not listed."""
         return unlisted(self.origin, self._manifest, self._packing)
 
     def _is_here(self, entry: ShardEntry) -> bool:
@@ -137,15 +137,15 @@ def open_folder(
 ) -> tuple[Path, Manifest, LocalCopy | None]:
     """Return the path to map a shard folder at, its manifest, and its ``LocalCopy``; None if it is mapped in place.
 
-    Copies are in ``cache``, or by default in ``data`` of the user's cache folder: one for each URL and manifest, so
-    that replaced data gets a new copy. Raises DataError if the folder cannot be read.
+    Copies are stored in ``cache``, by default ``data`` in the user's cache folder: one per URL and manifest, so that
+    replaced data gets a new copy. Raises DataError if the folder cannot be read.
     """
     origin = locate(folder)
     packing = None
     if isinstance(origin, Path):
         if not (origin / PACKED_FILE).is_file():
             return origin, Manifest.load(origin), None
-        # Different names of one folder share a copy.
+        # Different names for one folder share a copy.
         origin = origin.resolve()
     manifest = Manifest.load(origin)
     if (origin / PACKED_FILE).is_file():
@@ -163,12 +163,12 @@ def open_folder(
 
 
 def _copy_of(origin: Location, manifest: Manifest, home: Path) -> Path:
-    """Return the path of the copy of an origin with this manifest."""
+    """Return the path to an origin's copy under this manifest."""
     return home / f"{origin.name}-{xxhash.xxh3_64_hexdigest(f'{origin} {manifest.hash}'.encode())}"
 
 
 def fetch_folder(folder: str | Path | ObjectPath, cache: str | Path | None = None) -> Path:
-    """Return the path of a complete shard folder: the folder itself, or its copy with all shards fetched."""
+    """Return the path to a complete shard folder: the folder itself, or its copy with all shards fetched."""
     found, _, copy = open_folder(folder, cache)
     if copy is not None:
         copy.check_room()
@@ -178,17 +178,17 @@ def fetch_folder(folder: str | Path | ObjectPath, cache: str | Path | None = Non
 
 
 def copies_folder() -> Path:
-    """Return the default folder of copies: ``data`` in the user's cache folder."""
+    """Return the default folder for copies: ``data`` in the user's cache folder."""
     return cache_folder() / "data"
 
 
 def has_folder(folder: str | Path | ObjectPath) -> bool:
-    """Return whether there is such a shard folder, local or in a store."""
+    """Return whether a shard folder exists here, local or in a store."""
     return (locate(folder) / MANIFEST_FILE).is_file()
 
 
 def unlisted(folder: Location, manifest: Manifest, packing: PackedFolder | None = None) -> list[str]:
-    """Return shards and sums in a folder that are not listed, and so never read: a sign of two mixed folders."""
+    """Return unlisted shards and checksum files in a folder, which are never read: a sign of two mixed folders."""
     listed = {entry.file for entry in (manifest if packing is None else packing).shards}
     listed |= {sums_file(entry.file) for entry in manifest.shards if entry.sums}
     listed |= manifest.files_left_out
@@ -196,11 +196,11 @@ def unlisted(folder: Location, manifest: Manifest, packing: PackedFolder | None 
 
 
 def _begin(origin: Location, copy: Path, manifest: Manifest) -> None:
-    """Fetch all small files; the manifest last, as the sign that the others are there."""
+    """Fetch all small files, with the manifest last to mark the others as complete."""
     for name in _names(origin):
         if is_carried(name):
             write_atomically(copy / name, _read(origin / name))
-    # Checked here, where the error can name the origin; a missing one is reported on use.
+    # Check the tokenizer here, where the error can name the origin; a missing one is reported on use.
     if has_tokenizer(copy):
         try:
             is_right = load_tokenizer(copy).fingerprint == manifest.tokenizer
@@ -215,7 +215,7 @@ def _begin(origin: Location, copy: Path, manifest: Manifest) -> None:
 
 
 def _names(folder: Location) -> list[str]:
-    """Return the names of a folder's direct contents."""
+    """Return the names directly inside a folder."""
     if isinstance(folder, ObjectPath):
         return list_names(folder)
     return sorted(path.name for path in folder.iterdir())
@@ -233,14 +233,14 @@ def _absent(path: Location) -> DataError:
 
 
 def _blocks(raw: BinaryIO, packed: PackedShard | None, source: Location) -> Iterator[bytes]:
-    """Yield a shard's bytes; raise DataError if a packed file does not have its checksum."""
+    """Yield a shard's bytes; raise DataError if a packed file does not match its checksum."""
     if packed is None:
         while block := raw.read(_READ_BYTES):
             yield block
         return
     damaged = DataError(f"{source} is damaged: its checksum is not the one in {PACKED_FILE}. {ADVICE}")
     hashed = _Hashed(raw)
-    # Read block by block: 64 KiB of zstd can expand to 2 GiB, and the consumer stops at the size of the shard.
+    # Decompress block by block: 64 KiB of zstd can expand to 2 GiB, and the consumer stops at the shard's size.
     unpacked = zstandard.ZstdDecompressor().stream_reader(cast(BinaryIO, hashed), read_size=1 << 16, closefd=False)
     try:
         while block := unpacked.read(_READ_BYTES):
@@ -255,13 +255,13 @@ def _blocks(raw: BinaryIO, packed: PackedShard | None, source: Location) -> Iter
 
 
 class _Hashed:
-    """A file whose bytes are hashed as they are read."""
+    """File that is hashed while it is read."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw, self.digest = raw, xxhash.xxh3_128()
 
     def read(self, count: int) -> bytes:
-        """Return the next bytes, at most ``count``."""
+        """Return at most the next ``count`` bytes."""
         piece = self._raw.read(count)
         self.digest.update(piece)
         return piece
@@ -277,10 +277,10 @@ def _alone(path: Path) -> Iterator[bool]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
-            # A file system without locks: several processes may fetch the same, each into its own file.
+            # A file system without locks: several processes may fetch the same shard, each into its own file.
             is_alone = False
         yield is_alone
-        # Waiting processes find the file there.
+        # Waiting processes find the shard when they acquire the lock.
         lock.unlink(missing_ok=True)
     finally:
         os.close(handle)

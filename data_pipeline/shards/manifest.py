@@ -1,4 +1,4 @@
-"""The manifest of a shard folder: its contents, the inputs of its build, and the checksums that prove them."""
+"""Shard folder manifest: its contents, the inputs of its build, and the checksums that prove them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from longctx.untrusted.schema import HASH, NAME, anything, listing, mapping, one
 
 FORMAT = "longctx-shards"
 VERSION, LATER_VERSION = 1, 2
-"""Of a folder of texts, and of one that says which tokens count in the loss, or that holds pairs."""
+"""Versions for a folder of texts, and for one that records target tokens or contains pairs."""
 MANIFEST_FILE = "manifest.json"
 LIST_OF_BEFORE = "exclusions.json"
-"""A list of excluded shards, which folders had before ``data build --without``."""
+"""List of excluded shards, used before ``data build --without``."""
 VALIDATION_FOLDER = "validation"
-"""Within a shard folder, that of the documents it holds out."""
+"""Folder with held-out documents, inside a shard folder."""
 PARAGRAPHS = "paragraphs"
-"""The option of a build that has documents say where their paragraphs begin."""
+"""Build option that records each document's paragraph starts."""
 WITHOUT = "without"
-"""The option of a build that lists the shards which were left out of the folder afterwards."""
+"""Build option that lists shards removed from the folder after the build."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """One Arrow file of the folder."""
+    """One Arrow file in the folder."""
 
     file: str
     bytes: int
@@ -44,14 +44,14 @@ class ShardEntry:
     documents: int
     tokens: int
     sums: str = ""
-    """xxh3_128 of the sums of the file's blocks (``shards.sums``); empty in folders of releases without them."""
+    """xxh3_128 checksum of the file's block checksums (``shards.sums``); empty in folders from older releases."""
 
     num_ids: int = 0
-    """One more than the largest id of the file's tokens; 0 in folders of releases that did not record it."""
+    """Largest token id in the file plus 1; 0 in folders from releases that did not record it."""
     counted: int = 0
-    """Tokens whose prediction counts in the loss; 0 in a folder in which all do."""
+    """Target tokens, whose prediction counts in the loss; 0 in a folder in which all tokens do."""
     source_tokens: int = 0
-    """Tokens that an encoder reads beside the documents; 0 if they are no pairs."""
+    """Encoder input tokens; 0 without pairs."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object to write."""
@@ -60,7 +60,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Metadata of a shard folder, without its tokens. It does not depend on paths, dates or machines."""
+    """Shard folder metadata, independent of paths, dates and machines."""
 
     split: str
     """``training`` or ``validation``."""
@@ -68,70 +68,71 @@ class Manifest:
     padding: int
     """Token id that fills a row."""
     tokenizer: str
-    """Fingerprint of the tokenizer whose files lie in the same folder."""
+    """Fingerprint of the tokenizer stored in the same folder."""
     sources: list[dict[str, Any]]
-    """Fingerprints; the shards' ``source`` column is an index into this list."""
+    """Source fingerprints; the shards' ``source`` column is an index into this list."""
     options: dict[str, Any]
-    """How the build was asked for."""
+    """Build options."""
     shards: list[ShardEntry]
     documents: int
     tokens: int
     text_bytes: int
-    """UTF-8 bytes of the documents' text."""
+    """UTF-8 bytes in the documents' texts."""
     length_histogram: dict[str, int]
     """Documents by length in tokens: key ``2^k`` counts lengths of at least 2^k and less than 2^(k+1)."""
     skipped: dict[str, int]
-    """What the source left out, by reason."""
+    """Skipped records by reason."""
     inexact_documents: int = 0
-    """Documents whose text does not come back exactly from their ids."""
+    """Documents that do not decode exactly to their text."""
     left_out: str = ""
-    """xxh3_128 of the list of what was left out; empty if there is none."""
+    """xxh3_128 checksum of the list of skips; empty without skips."""
     duplicates: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Counts of duplicates, and under ``list`` the xxh3_128 of the list of removed ones; empty if nobody looked."""
+    """Duplicate counts, and under ``list`` the xxh3_128 checksum of the removed ones' list; empty without a search."""
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Mean bytes of text per token, with begin and end ids counted as tokens; None without tokens."""
+        """Mean text bytes per token, counting begin and end ids as tokens; None without tokens."""
         if not self.tokens or not self.text_bytes:
             return None
         return self.text_bytes / self.tokens
 
     @property
     def counted(self) -> int:
-        """Number of tokens whose prediction counts in the loss, if the folder records them; 0 if all do."""
+        """Target tokens, if the folder records them; 0 if every token is a target."""
         return sum(entry.counted for entry in self.shards)
 
     @property
     def source_tokens(self) -> int:
-        """Number of tokens of the encoder's inputs, in a folder of pairs; 0 in other folders."""
+        """Encoder input tokens; 0 without pairs."""
         return sum(entry.source_tokens for entry in self.shards)
 
     @property
     def has_sources(self) -> bool:
-        """True if the folder holds pairs: documents, each with an encoder input."""
+        """True if the folder contains pairs: documents with an encoder input each."""
         return self.source_tokens > 0
 
     @property
     def has_paragraphs(self) -> bool:
-        """True if the folder records where the paragraphs of its documents begin."""
+        """True if the folder records where paragraphs start."""
         return bool(self.options.get(PARAGRAPHS))
 
     @property
     def version(self) -> int:
-        """Version of the format."""
+        """Format version."""
+        # Readers of version 1 would train on every token in these folders, so they must refuse them.
         if self.counted or self.source_tokens:
             return LATER_VERSION
         return VERSION
 
     @property
     def files_left_out(self) -> set[str]:
-        """Names of the shards removed by `data build --without`, and of their sums: the files may still be there."""
+        """Shards removed by `data build --without`, and their checksum files: the files may still exist."""
         names = self.options.get(WITHOUT, [])
         return {*names, *(name.removesuffix(".arrow") + ".sums" for name in names)}
 
     @property
     def has_sums(self) -> bool:
-        """True if every shard has sums of blocks, so that reads can be verified."""
+        """True if every shard has block checksums, so that reads can be verified."""
         return all(entry.sums for entry in self.shards)
 
     def to_json(self) -> dict[str, Any]:
@@ -143,12 +144,12 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """xxh3_128 of the canonical JSON: the identity of the data set."""
-        # Cached: a loader includes it in its state, before and after every step.
+        """xxh3_128 of the canonical JSON: the data set's identity."""
+        # Cached, because the loader includes it in its state before and after every step.
         return self.to_json()["hash"]
 
     def content(self) -> bytes:
-        """Return the bytes of ``manifest.json``."""
+        """Return the content of ``manifest.json``."""
         return json.dumps(self.to_json(), indent=2, ensure_ascii=False).encode() + b"\n"
 
     def save(self, folder: Path) -> None:
@@ -159,7 +160,7 @@ class Manifest:
     def load(cls, folder: Location) -> Manifest:
         """Read and check ``manifest.json``.
 
-        Raises ``DataError`` if it is missing, damaged, edited or of another version.
+        Raises ``DataError`` if it is missing, damaged, edited or from another version.
         """
         path = folder / MANIFEST_FILE
         if (folder / LIST_OF_BEFORE).is_file():
@@ -177,10 +178,10 @@ class Manifest:
                 f"{LATER_VERSION}.\n"
                 "Build the shards again with this release, or use the release that wrote them."
             )
-        # The manifest holds the shards' checksums, so its own hash covers every byte of the folder.
+        # The manifest contains the shards' checksums, so its own hash covers every byte in the folder.
         if not take_hash(body):
             raise DataError(f"{path} was changed after it was written (its hash does not fit). Build the shards again.")
-        # Anyone can write a valid hash, and a folder may come from a stranger.
+        # The hash proves integrity, not origin: a folder may come from an untrusted source, so check every value.
         try:
             return _checked(body)
         except ValueError as error:
@@ -188,18 +189,19 @@ class Manifest:
 
 
 def _without_empty(values: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return values without the empty ones among these names."""
+    """Drop the empty values among these names."""
     # Older folders lack them, and their hash must not change.
     return {name: value for name, value in values.items() if value or name not in names}
 
 
 def _checked(body: dict[str, Any]) -> Manifest:
-    """Return the manifest from its JSON; raise ValueError for values that cannot be right, whatever the files hold."""
+    """Build the manifest from its JSON; raise ValueError for values that are invalid whatever the files contain."""
     _CHECK(body, "")
     version = body.pop("version")
     del body["format"]
     shards = [ShardEntry(**entry) for entry in body.pop("shards")]
     manifest = Manifest(shards=shards, **body)
+    # Unlike other options, these names become file names.
     listing(SHARD_NAME)(manifest.options.get(WITHOUT, []), f"options.{WITHOUT}")
     for problem in _contradictions(manifest, version):
         raise ValueError(problem)
@@ -212,12 +214,12 @@ def take_hash(body: dict[str, Any]) -> bool:
     try:
         return hash_json(body) == recorded
     except UnicodeEncodeError:
-        # Half of a surrogate pair, which JSON can spell but no release writes.
+        # Half a surrogate pair, which JSON can contain but no release writes.
         return False
 
 
 def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
-    """Yield the inconsistencies between values that are each valid."""
+    """Yield inconsistencies between values that are individually valid."""
     if manifest.version != version:
         yield f"version={version} with {manifest.counted} counted tokens cannot be right"
     seen: set[str] = set()
@@ -230,7 +232,7 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
         if entry.file in seen:
             yield f"{entry.file} is listed twice"
         seen.add(entry.file)
-        # Bounds all allocations and counts based on these numbers: the size is compared with the file's.
+        # This bounds all allocations based on these numbers: the entry's size is compared with the file's.
         if not 1 <= entry.documents <= entry.tokens or _least_bytes(entry) > entry.bytes:
             yield (
                 f"{entry.file} cannot hold {entry.documents} documents and {entry.tokens} tokens in {entry.bytes} bytes"
@@ -247,14 +249,15 @@ def _contradictions(manifest: Manifest, version: int) -> Iterator[str]:
 
 
 def _least_bytes(entry: ShardEntry) -> int:
-    """Return the minimum bytes of the offsets and ids of a file."""
+    """Return the minimum bytes for a file's offsets and ids."""
     sides = 2 if entry.source_tokens else 1
     return 8 * sides * entry.documents + 2 * (entry.tokens + entry.source_tokens)
 
 
 SHARD_NAME = text(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.arrow", "name of a shard in this folder, such as 00000.arrow")
-"""Another name would have us read the files of others, and name them in messages."""
+"""Restricted to plain names: any other name could make us read unrelated files and name them in messages."""
 _MOST_IDS = 1 << 32
+# Schema for untrusted input: unknown keys and values out of range are rejected before use.
 _SHARD = record(
     {"file": SHARD_NAME, "bytes": whole(), "xxh3_128": HASH, "documents": whole(), "tokens": whole()},
     {"sums": HASH, "num_ids": whole(), "counted": whole(), "source_tokens": whole()},
@@ -286,14 +289,14 @@ _CHECK = record(
 
 
 def hash_json(value: Any) -> str:
-    """Return the xxh3_128 of canonical JSON: sorted keys, no spaces, UTF-8."""
+    """Return the xxh3_128 checksum of canonical JSON: sorted keys, no spaces, UTF-8."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_128_hexdigest(canonical.encode())
 
 
 def length_histogram(lengths: Sequence[int] | np.ndarray) -> dict[str, int]:
-    """Return the number of documents by length, in powers of two, shortest first."""
-    # frexp: length = mantissa · 2^exponent with a mantissa of at least one half and below one.
+    """Count documents by length, in powers of two, shortest first."""
+    # frexp: length = mantissa · 2^exponent with mantissa in [0.5, 1).
     exponents = np.frexp(np.asarray(lengths, dtype=np.float64))[1] - 1
     counts = np.bincount(exponents)
     return {f"2^{k}": int(count) for k, count in enumerate(counts) if count}
@@ -327,7 +330,7 @@ def read_object(path: Location) -> dict[str, Any]:
 
 
 def read_small(path: Location, most_bytes: int) -> bytes:
-    """Return the bytes of a file, local or in a store; raise ValueError if it is too large or not a file."""
+    """Return a file's bytes, local or in a store; raise ValueError if it is too large or not a file."""
     if isinstance(path, Path):
         if path.is_symlink():
             check_link(path.parent, path.name)

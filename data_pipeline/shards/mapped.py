@@ -1,10 +1,10 @@
-"""A memory-mapped shard: documents, lengths and names as views, whose blocks are checked before use.
+"""Memory-mapped shard: documents, lengths and names as views, with blocks verified before use.
 
-Each ``NNNNN.arrow`` is an Arrow IPC file with one record batch, one row per document: ``tokens`` (large_list of uint16
-or uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the text), ``name`` (string). Folders of
-conversations also have ``counted`` (large_list of int64): runs of tokens whose prediction counts, as pairs of bounds.
-Folders of pairs have ``source_tokens``, with the type of ``tokens``: the encoder input of each document. If paragraphs
-are kept, there is ``paragraphs`` (large_list of int64): the first token of every paragraph but the first.
+Each ``NNNNN.arrow`` is an Arrow IPC file with one record batch and one row per document: ``tokens`` (large_list of
+uint16 or uint32, by vocabulary), ``source`` (int16), ``hash`` (uint64, xxh3_64 of the text), ``name`` (string).
+Conversation folders also have ``counted`` (large_list of int64): target token runs as pairs of bounds. Folders with
+pairs have ``source_tokens``, with the type of ``tokens``: each document's encoder input. If paragraphs are kept,
+``paragraphs`` (large_list of int64) has the start of every paragraph but the first.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from longctx.untrusted import git_lfs
 from longctx.untrusted.reading import NotFetchedError, check_fetched
 
 _NAME_OFFSET = 4
-"""Bytes of an offset of a name in the names."""
+"""Bytes per offset into the names."""
 SOURCE = "source_tokens"
-"""The column of the other side of pairs."""
+"""Column with the source side of pairs."""
 COUNTED, PARAGRAPHS = "counted", "paragraphs"
-"""Columns of lists of int64: which tokens count in a loss, and which begin a paragraph."""
+"""Columns with lists of int64: target token runs, and paragraph starts."""
 _SAID = {COUNTED: "counted tokens", PARAGRAPHS: "paragraphs"}
 _MAGIC, _CONTINUES = b"ARROW1", -1
 
 
 class MappedShard:
-    """One memory-mapped file: document ``i`` is ``values[offsets[i] : offsets[i + 1]]``. Opened by ``open``."""
+    """One memory-mapped file: document ``i`` is ``values[offsets[i] : offsets[i + 1]]``. Created by ``open``."""
 
     def __init__(self, path: Path, state: FileState, blocks: Blocks, content: pa.Buffer, batch: pa.RecordBatch) -> None:
         """Initialize the columns; raise DataError if they have wrong types or are not in the file."""
@@ -46,13 +46,14 @@ class MappedShard:
         _check_columns(batch, path)
         names = batch.column("name")
         self._batch = batch
+        # Read names through views and not through Arrow, which would touch unverified blocks.
         self._name_offsets = np.frombuffer(names.buffers()[1], np.int32)
         self._names = memoryview(names.buffers()[2] or b"")
         self._name_offsets_at, self._names_at = (place(part, content, path) for part in names.buffers()[1:])
         self.target = TokenColumn(batch.column("tokens"), content, blocks, path)
-        """The documents themselves; of pairs the side that is predicted."""
+        """Documents; for pairs the target side."""
         self.source: TokenColumn | None = None
-        """Of pairs the side that an encoder reads."""
+        """Source side, for pairs."""
         if SOURCE in batch.schema.names:
             self.source = TokenColumn(batch.column(SOURCE), content, blocks, path)
         self.tokens = self.target.tokens
@@ -64,13 +65,14 @@ class MappedShard:
 
     @classmethod
     def open(cls, folder: Path, entry: ShardEntry, *, verify: bool) -> MappedShard:
-        """Map one file; raise DataError if it is not the one that the manifest lists.
+        """Map one file; raise DataError if it is not the one listed in the manifest.
 
-        With ``verify``, every part is checked by its sums before it is read, including the parts that Arrow reads.
+        With ``verify``, every part is verified by its block checksums before it is read, including the parts that Arrow
+        reads.
         """
         path = folder / entry.file
-        # It may have changed since the folder was opened. Checked before mapping: a file that replaces it in between is
-        # detected by the next check.
+        # The file may have changed since the folder was opened. Check before mapping, so that a file swapped in between
+        # is detected by the next check.
         state = check_size(folder, entry, opened_state)
         sums = None
         if verify and entry.sums:
@@ -89,11 +91,11 @@ class MappedShard:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents in this file."""
+        """Documents in this file."""
         return len(self.target.offsets) - 1
 
     def name(self, row: int) -> str:
-        """Return the name of a document in its source."""
+        """Return a document's name in its source."""
         at = self._name_offsets_at + _NAME_OFFSET * row
         self._blocks.check(at, at + 2 * _NAME_OFFSET)
         start, stop = int(self._name_offsets[row]), int(self._name_offsets[row + 1])
@@ -106,7 +108,7 @@ class MappedShard:
             raise DataError(f"{self.path} is damaged: a name is no text ({error.reason}). {ADVICE}") from error
 
     def counted(self, row: int) -> np.ndarray | None:
-        """Return the counted runs of a document, in the format of ``EncodedDocument.counted``; None if all count."""
+        """Return a document's target runs, as in ``EncodedDocument.counted``; None if all tokens are targets."""
         if COUNTED not in self._lists:
             return None
         bounds = self._lists[COUNTED].of(row)
@@ -115,19 +117,19 @@ class MappedShard:
         return bounds
 
     def paragraphs(self, row: int) -> np.ndarray:
-        """Return the first token of each of a document's paragraphs but the first, in a folder that keeps them."""
+        """Return the start of each of a document's paragraphs but the first, in a folder that keeps them."""
         places = self._lists[PARAGRAPHS].of(row)
         if not self._ascends(places, row):
             raise DataError(f"{self.path} is damaged: its paragraphs do not lie in its documents. {ADVICE}")
         return places
 
     def _ascends(self, places: np.ndarray, row: int) -> bool:
-        """Return whether token positions of a document are strictly ascending and not beyond its end."""
+        """Return whether a document's token positions are strictly ascending and within its length."""
         length = int(self.target.offsets[row + 1] - self.target.offsets[row])
         return bool((np.diff(places, prepend=-1) > 0).all()) and (not len(places) or places[-1] <= length)
 
     def strange_sources(self, sources: int) -> int | None:
-        """Return a number in the column ``source`` that is not below ``sources``; None if all are, or if that is 0."""
+        """Return a ``source`` value that is not below ``sources``, if any; do not check if ``sources`` is 0."""
         column = self._batch.column("source").to_numpy(zero_copy_only=False)
         strange = column[(column < 0) | (column >= sources)]
         if not sources or not len(strange):
@@ -135,7 +137,7 @@ class MappedShard:
         return int(strange[0])
 
     def _check_counts(self, entry: ShardEntry) -> None:
-        """Raise DataError unless the numbers of documents and tokens match the manifest."""
+        """Raise DataError unless document and token counts match the manifest."""
         if bool(entry.counted) > (COUNTED in self._lists):
             raise DataError(f"{self.path} says of no token that it counts, and {MANIFEST_FILE} of some. {ADVICE}")
         has_source = self.source is not None and self.source.has(entry.documents, entry.source_tokens)
@@ -150,7 +152,7 @@ class MappedShard:
 
 
 class _Lists:
-    """A column of lists of int64."""
+    """Column with lists of int64."""
 
     def __init__(self, column: pa.Array, content: pa.Buffer, blocks: Blocks, path: Path) -> None:
         self._blocks, self._path = blocks, path
@@ -171,9 +173,9 @@ class _Lists:
 
 
 def check_size(folder: Path, entry: ShardEntry, state_of: Callable[[Path], FileState] = file_state) -> FileState:
-    """Return the file state of a shard.
+    """Return a shard's file state.
 
-    Raises DataError if its size is not the manifest's, or if it is a link out of the folder.
+    Raises DataError if its size differs from the manifest's, or if it is a link out of the folder.
     """
     path = folder / entry.file
     try:
@@ -190,7 +192,7 @@ def check_size(folder: Path, entry: ShardEntry, state_of: Callable[[Path], FileS
 
 
 def _is_pointer(path: Path) -> bool:
-    """Return whether a Git LFS pointer is in place of the shard."""
+    """Return whether a Git LFS pointer takes the shard's place."""
     try:
         check_fetched(path)
     except NotFetchedError:
@@ -201,25 +203,25 @@ def _is_pointer(path: Path) -> bool:
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    """Return the error for a file that is missing, or that is not a shard."""
+    """Return the error for a file that is missing or not a shard."""
     if isinstance(error, FileNotFoundError):
         return DataError(f"{path} is missing, though {MANIFEST_FILE} lists it. {ADVICE}")
     return DataError(f"{path} cannot be read as an Arrow shard ({error}). {ADVICE}")
 
 
 def _map(path: Path, size: int) -> pa.Buffer:
-    """Map a file of ``size`` bytes into memory until the last view of it is gone."""
-    # Closed immediately: shards may exceed the limit of open files. The mapping stays.
+    """Map a file with ``size`` bytes into memory until its last view is gone."""
+    # Close it immediately, since shards may exceed the limit on open files; the mapping stays.
     with pa.memory_map(str(path)) as file:
         if file.size() != size:
             raise ValueError(f"it has {file.size()} bytes and had {size}")
         first = file.read_buffer(1)
-    # Reading the file through Arrow would make the system read ahead entire record batches: all of every shard.
+    # Reading through Arrow would make the system read ahead entire record batches: all data in every shard.
     return pa.foreign_buffer(first.address, size, first)
 
 
 def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
-    """Raise DataError or an Arrow error unless the columns are those of a shard and their buffers are long enough."""
+    """Raise DataError or an Arrow error unless the columns are a shard's and their buffers are long enough."""
     tokens, names = batch.column("tokens"), batch.column("name")
     if tokens.type not in (pa.large_list(pa.uint16()), pa.large_list(pa.uint32())) or names.type != pa.string():
         raise DataError(f"{path} is no shard: its tokens are {tokens.type}, its names {names.type}. {ADVICE}")
@@ -231,17 +233,17 @@ def _check_columns(batch: pa.RecordBatch, path: Path) -> None:
         if name in batch.schema.names and batch.column(name).type != pa.large_list(pa.int64()):
             said = f"{_SAID[name]} are {batch.column(name).type}"
             raise DataError(f"{path} is no shard: its {said}. {ADVICE}")
-    # Check that each buffer is as long as its column requires: numpy would read past the end of a shorter one.
+    # Check that each buffer is as long as its column requires: numpy would read past a shorter one.
     batch.validate()
 
 
 def _check_metadata(content: memoryview, blocks: Blocks) -> None:
-    """Check the blocks that Arrow reads when it opens a file: two messages at its beginning, and the footer.
+    """Verify the blocks that Arrow reads when it opens a file: two messages at the start, and the footer.
 
-    Raises ValueError if these do not follow each other as the writer leaves them.
+    Raises ValueError if their layout is not what the writer produces.
     """
     size = len(content)
-    # The magic word and two bytes; then schema and record batch, each as −1, its length, and so many bytes.
+    # The magic and two bytes; then schema and record batch, each as −1, its length, and that many bytes.
     at = len(_MAGIC) + 2
     for message in ("schema", "record batch"):
         if at + 8 > size:
@@ -252,7 +254,7 @@ def _check_metadata(content: memoryview, blocks: Blocks) -> None:
         if marker != _CONTINUES or length < 0 or at > size:
             raise ValueError(f"it has no {message} where one belongs")
         blocks.check(0, at)
-    # The footer ends with its own length and the magic word.
+    # The footer ends with its own length and the magic.
     end = size - 4 - len(_MAGIC)
     blocks.check(end, size)
     (length,) = struct.unpack_from("<i", content, end)

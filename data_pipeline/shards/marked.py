@@ -1,4 +1,4 @@
-"""Tokens as readable text: control tokens spelled out, and marks around the tokens that count in the loss."""
+"""Tokens as readable text: control tokens spelled out, and marks around target tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ BEGIN_COUNTED, END_COUNTED = "⟦", "⟧"
 
 
 def marked_text(ids: np.ndarray, tokenizer: Tokenizer, counted: np.ndarray) -> str:
-    """Return ids [N] as text, control tokens spelled out, with marks around each run of counted tokens (bool [N])."""
+    """Return ids [N] as text, with control tokens spelled out and marks around each run of target tokens (bool [N])."""
     control = tokenizer.is_control[ids]
+    # Split at every mask change and around control tokens, so that each part is decoded in one way.
     changes = np.flatnonzero((counted[1:] != counted[:-1]) | (control[1:] | control[:-1])) + 1
     text: list[str] = []
     inside = False
@@ -29,7 +30,7 @@ def marked_text(ids: np.ndarray, tokenizer: Tokenizer, counted: np.ndarray) -> s
 
 
 def mask_of(bounds: np.ndarray, length: int) -> np.ndarray:
-    """Convert runs of tokens, in the format of ``EncodedDocument.counted``, to a mask, bool [length]."""
+    """Convert token runs, in the format of ``EncodedDocument.counted``, to a mask, bool [length]."""
     steps = np.zeros(length + 1, np.int8)
     steps[bounds[::2]] += 1
     steps[bounds[1::2]] -= 1

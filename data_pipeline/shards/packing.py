@@ -1,7 +1,7 @@
-"""Packed shards: compressed with zstd for transfer, and listed with checksums of the compressed files.
+"""Packed shards: compressed with zstd for transfer, and listed with the compressed files' checksums.
 
-``packed.json`` lists a file ``NNNNN.arrow.zst`` for each shard and the manifest's hash. The manifest is unchanged, so a
-packed folder and its unpacked copy are the same data to a checkpoint.
+``packed.json`` lists a file ``NNNNN.arrow.zst`` per shard and the manifest's hash. The manifest is unchanged, so
+checkpoints treat a packed folder and its unpacked copy as the same data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PackedShard:
     """One compressed file."""
 
     shard: str
-    """The file that it becomes."""
+    """File name after unpacking."""
     file: str
     bytes: int
     xxh3_128: str
@@ -48,7 +48,7 @@ class PackedShard:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFolder:
-    """List of the compressed shards of a folder."""
+    """List of a folder's compressed shards."""
 
     manifest: str
     """Hash of the folder's manifest."""
@@ -61,19 +61,19 @@ class PackedFolder:
 
     @classmethod
     def load(cls, folder: Location, manifest: Manifest) -> PackedFolder:
-        """Read and check ``packed.json``; raise DataError if it is damaged, edited, or of another manifest."""
+        """Read and check ``packed.json``; raise DataError if it is damaged, edited, or belongs to another manifest."""
         path = folder / PACKED_FILE
         body = read_object(path)
         if not take_hash(body) or body.pop("format", None) != FORMAT or body.pop("compression", None) != "zstd":
             raise DataError(f"{path} was changed, or is of another release. {_ADVICE}")
-        # Anyone can write a valid hash: a name that leads elsewhere would read other files.
+        # A valid hash does not prove origin: a name that leads elsewhere would read other files.
         try:
             _CHECK(body, "")
         except ValueError as error:
             raise DataError(f"{path}: {error}. {_ADVICE}") from error
         shards = [PackedShard(**entry) for entry in body.pop("shards")]
         packing = cls(shards=shards, **body)
-        # Both files are intact even if a copy has mixed two folders.
+        # Both files are intact even if a copy has mixed two folders, so compare the hashes.
         if packing.manifest != manifest.hash:
             raise DataError(f"{path} belongs to another manifest than the one beside it. {_ADVICE}")
         if [entry.shard for entry in shards] != [entry.file for entry in manifest.shards]:
@@ -81,7 +81,7 @@ class PackedFolder:
         return packing
 
     def of(self, shard: str) -> PackedShard:
-        """Return the compressed file of a shard."""
+        """Return a shard's compressed file."""
         return next(entry for entry in self.shards if entry.shard == shard)
 
 
@@ -89,9 +89,9 @@ _ADVICE = "Pack the folder again with `longctx data pack`."
 
 
 def pack_shard(path: Path, to: Path, *, level: int) -> PackedShard:
-    """Compress a shard into the file ``to``; deterministic for a given shard, level and release of zstd."""
+    """Compress a shard into the file ``to``; deterministic for a given shard, level and zstd release."""
     digest = xxhash.xxh3_128()
-    # zstd's own checksum is off, since ours is listed. The size allows the reader to allocate memory once.
+    # zstd's own checksum is off, since ours is listed. The recorded size lets the reader allocate memory once.
     compressor = zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=False)
     with path.open("rb") as source, to.open("wb") as sink:
         for block in compressor.read_to_iter(source, size=path.stat().st_size, read_size=_READ_BYTES):

@@ -1,4 +1,4 @@
-"""``shard_problems``: all possible problems of a folder's shards, even if its checksums are right."""
+"""``shard_problems``: finds all problems in a folder's shards, even if its checksums match."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from data_pipeline.shards.writer import token_dtype
 from longctx.errors import DataError
 
 _TOKENS = 1 << 22
-"""Tokens that are looked at together: what is compared takes memory beside the file."""
+"""Tokens examined together: comparisons allocate memory in addition to the mapped file."""
 _SHOWN = 8
-"""Damaged parts of a file that are named one by one."""
+"""Maximum damaged ranges reported individually per file."""
 
 
 def shard_problems(
@@ -27,10 +27,10 @@ def shard_problems(
     padding: int | None,
     copy: LocalCopy | None = None,
 ) -> Iterator[str]:
-    """Yield the problems of the shards, a sentence each. Reads every byte, one file after the other.
+    """Yield each problem in the shards as a sentence. Reads every byte, one file after the other.
 
-    ``padding`` is an id that no document may hold; None if documents may hold any id. If ``folder`` is a ``copy``, each
-    shard is fetched for this and removed again, so that only one takes space at a time.
+    ``padding`` is an id that documents must not contain; None if they may contain any id. If ``folder`` is a ``copy``,
+    each shard is fetched for the check and removed again, so that only one takes space at a time.
     """
     if copy is None:
         strange = [folder / name for name in unlisted(folder, manifest)]
@@ -43,15 +43,16 @@ def shard_problems(
     for entry in manifest.shards:
         documents += entry.documents
         tokens += entry.tokens
-        # A damaged file does not hide another.
+        # Report every damaged file, not only the first.
         damage = list(_damage(folder, entry, copy))
         yield from damage
+        # Damaged offsets would give misleading content errors.
         if not damage:
             yield from _wrong_content(folder, manifest, entry, padding, lengths)
-        # So that only one shard at a time takes space.
+        # Keep only one shard on disk at a time.
         if copy is not None:
             copy.drop(entry)
-    # Entries may match their files while the totals do not: an entry is missing, or there twice.
+    # Entries may match their files while the totals do not: an entry is missing or duplicated.
     if (documents, tokens) != (manifest.documents, manifest.tokens):
         yield f"{folder}: the shards' documents and tokens do not add up to the manifest's totals."
     elif len(lengths) == len(manifest.shards):
@@ -61,7 +62,7 @@ def shard_problems(
 
 
 def _damage(folder: Path, entry: ShardEntry, copy: LocalCopy | None) -> Iterator[str]:
-    """Yield the places where a file, or the sums of its blocks, are damaged."""
+    """Yield the damaged ranges in a file or in its block checksums."""
     path = folder / entry.file
     try:
         if copy is not None:
@@ -94,9 +95,9 @@ def _damage(folder: Path, entry: ShardEntry, copy: LocalCopy | None) -> Iterator
 def _wrong_content(
     folder: Path, manifest: Manifest, entry: ShardEntry, padding: int | None, lengths: list[np.ndarray]
 ) -> Iterator[str]:
-    """Yield the problems of a file with a right checksum; append its documents' lengths to ``lengths``."""
+    """Yield problems in a file with a matching checksum; append its documents' lengths to ``lengths``."""
     path = folder / entry.file
-    # A checksum proves that the file is as it was written, not that the written content is right.
+    # A checksum proves that the file is as written, not that the written content is valid.
     try:
         shard = MappedShard.open(folder, entry, verify=True)
         found = shard.target.lengths_of(np.arange(entry.documents))

@@ -1,4 +1,4 @@
-"""Reader of shards: tokenized documents in Arrow files, memory-mapped, checksummed and readable by plain pyarrow."""
+"""Shard reader: tokenized documents in Arrow files, memory-mapped, checksummed and readable by plain pyarrow."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.rows import without_row
 
 Side = Literal["target", "source"]
-"""Of pairs: what is predicted, and what an encoder reads. Documents without a source are targets."""
+"""Side of a pair: the predicted target, or the source that an encoder reads. Documents without a source are targets."""
 
 MAX_MAPPED = 4096
-"""Shards of a folder that are mapped at once. Linux gives a process 65,530 mappings unless it is told otherwise
-(``vm.max_map_count``), and libraries take some thousands."""
+"""Shards mapped at once per folder. Linux limits a process to 65,530 mappings by default (``vm.max_map_count``), and
+libraries use some thousands."""
 
 
 class ShardSet:
     """A shard folder opened for reading: all documents by number, as views into memory-mapped files.
 
-    Opening reads only the manifest; no per-document data is kept. A file is mapped on first access, at most
-    ``max_mapped`` at once; the least recently used one is unmapped for another. A view keeps its own file mapped as
-    long as it lives. Threads may share a set.
+    Opening reads only the manifest, and no per-document data is kept. A file is mapped on first access, at most
+    ``max_mapped`` at once; beyond that the least recently used one is unmapped. A view keeps its own file mapped.
+    Threads may share a set.
 
-    The data touched by a read is checked by the sums of its blocks, once for each mapping. DataError names file and
-    bytes before any damaged data is returned. Reading lengths, or all tokens of a shard, also checks that the file is
-    still the mapped one; reading a single document does not: call ``check_files`` before a batch of them.
+    Data touched by a read is verified by its block checksums, once per mapping. DataError names file and bytes before
+    any damaged data is returned. Reading lengths, or all tokens in a shard, also checks that the file is still the
+    mapped one; reading a single document does not, so call ``check_files`` before a batch of them.
     """
 
     rows: int | None = None
@@ -49,9 +49,9 @@ class ShardSet:
     ) -> None:
         self.folder, self.manifest, self.padding, self.first_documents = folder, manifest, manifest.padding, (0,)
         self.copy = copy
-        """What ``folder`` is a copy of, of which shards come when they are used; None where it is nobody's copy."""
+        """Copy that fetches the shards in ``folder`` on use; None if the folder is mapped in place."""
         self.verifies_reads = verify and manifest.has_sums
-        """Whether what is read is checked. Folders of earlier releases have no sums."""
+        """True if reads are verified. Folders from earlier releases have no block checksums."""
         self._max_mapped = max_mapped
         self._mapped, self._lock = OrderedDict[int, MappedShard](), threading.Lock()
         if copy is None:
@@ -61,43 +61,44 @@ class ShardSet:
         self._first_document = list(accumulate((entry.documents for entry in manifest.shards), initial=0))
         self.num_documents = self._first_document[-1]
         self.num_tokens = sum(entry.tokens for entry in manifest.shards)
-        """Tokens of all shards, document begins and ends included."""
-        # If all may be mapped, the least recently used one need not be known.
+        """Tokens in all shards, including document begin and end tokens."""
+        # If all shards may be mapped, the least recently used one need not be tracked.
         self._maps_all = len(manifest.shards) <= max_mapped
 
     @classmethod
     def open(
         cls, folder: str | Path | ObjectPath, *, verify: bool = True, max_mapped: int = MAX_MAPPED, cache: str = ""
     ) -> ShardSet:
-        """Open a folder, or the copy of one that is packed or in a store, in ``cache`` if that is given.
+        """Open a folder, or the copy of a packed or remote one; ``cache`` overrides where copies are stored.
 
-        ``DataError`` names the file that is missing or truncated. File sizes are checked here, everything else on use:
-        counts and offsets, and with ``verify`` the sums of blocks, if the folder has them.
+        ``DataError`` names the missing or truncated file. File sizes are checked here, everything further on use:
+        counts and offsets, and with ``verify`` the block checksums, if the folder has them.
         """
         found, manifest, copy = open_folder(folder, cache)
         return cls(found, manifest, verify=verify, max_mapped=max_mapped, copy=copy)
 
     def check_files(self, documents: Iterable[int]) -> None:
-        """Raise DataError if a file of these documents was truncated, removed or replaced since it was mapped.
+        """Raise DataError if a file with these documents was truncated, removed or replaced since it was mapped.
 
         Reading mapped memory that the file no longer has would kill the process with a signal, without a message. So
-        call this once for each batch, right before it is read. A file that was written to is mapped and checked again.
+        call this once per batch, right before it is read. A file that was written to is mapped and verified again.
         """
         for number in {bisect.bisect_right(self._first_document, document) - 1 for document in documents}:
             self._current(number)
 
     def lengths_of(self, documents: np.ndarray, side: Side = "target") -> np.ndarray:
-        """Return the tokens of each of these documents [n], int64.
+        """Return each document's token count [n], int64.
 
-        Fastest if they ascend: each shard is then visited once. Raises DataError for invalid offsets.
+        Fastest in ascending order: each shard is then visited once. Raises DataError for invalid offsets.
         """
         lengths, first = np.empty(len(documents), np.int64), self._first_document
+        # One check and lookup per run of documents in the same shard, not one per document.
         for number, part in _runs(np.searchsorted(first, documents, side="right") - 1):
             lengths[part] = _column(self._current(number), side).lengths_of(documents[part] - first[number])
         return lengths
 
     def longest_document(self, side: Side = "target") -> int:
-        """Return the tokens of the longest document, or 0; read the offsets of all shards, 8 bytes a document."""
+        """Return the longest document's token count, or 0; reads all shards' offsets, 8 bytes per document."""
         numbers = range(len(self.manifest.shards))
         return max((_column(self._current(number), side).longest() for number in numbers), default=0)
 
@@ -106,16 +107,17 @@ class ShardSet:
         return self.slice(index, 0)
 
     def slice(self, index: int, start: int, stop: int | None = None) -> np.ndarray:
-        """Return tokens ``start`` to ``stop`` of document ``index``, none beyond its end; read only their blocks."""
+        """Return tokens ``start`` to ``stop`` in document ``index``, clipped to its end; read only their blocks."""
         shard, row = self._find(index)
         return shard.tokens(row, start, stop)
 
     def slices(self, pieces: Iterable[tuple[int, int, int]], side: Side = "target") -> list[np.ndarray]:
-        """Return ``slice`` of each piece (document, start, stop), after ``check_files``: each file is checked once."""
+        """Return ``slice`` for each piece (document, start, stop), after ``check_files``: each file is checked once."""
         found: list[np.ndarray] = []
         first_document, checked = self._first_document, dict[int, Callable[[int, int, int], np.ndarray]]()
         for document, start, stop in pieces:
             number = bisect.bisect_right(first_document, document) - 1
+            # Check and map each file once per call; the closure then reads without a lock.
             tokens_of = checked.get(number)
             if tokens_of is None:
                 tokens_of = checked[number] = _column(self._current(number), side).tokens
@@ -124,16 +126,18 @@ class ShardSet:
 
     @property
     def is_masked(self) -> bool:
-        """True if the folder records which tokens count."""
+        """True if the folder records target tokens."""
         return bool(self.manifest.counted)
 
     def counted(self, index: int) -> np.ndarray | None:
-        """Return the counted runs of document ``index``, as in ``EncodedDocument.counted``; None if all count."""
+        """Return the target runs in document ``index``, as in ``EncodedDocument.counted``; None if all tokens are
+        targets.
+        """
         shard, row = self._find(index)
         return shard.counted(row)
 
     def paragraphs(self, index: int) -> np.ndarray:
-        """Return the first token of each paragraph of document ``index`` but the first, in a folder that keeps them."""
+        """Return the start of each paragraph in document ``index`` but the first, in a folder that keeps them."""
         shard, row = self._find(index)
         return shard.paragraphs(row)
 
@@ -143,11 +147,11 @@ class ShardSet:
         return shard.name(row)
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that made the folder; raise ``DataError`` if the folder's file is another one."""
+        """Return the tokenizer that built the folder; raise ``DataError`` if the folder contains another one."""
         return manifest_tokenizer(self.folder, self.manifest, self.rows)
 
     def _find(self, index: int) -> tuple[MappedShard, int]:
-        """Return the shard of document ``index``, and the document's number there."""
+        """Return the shard that contains document ``index``, and the document's row in it."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         number = bisect.bisect_right(self._first_document, index) - 1
@@ -157,14 +161,14 @@ class ShardSet:
         """Return one shard, mapped again if necessary; raise DataError if it no longer matches the manifest."""
         shard = self._mapped.get(number)
         if shard is not None and self._maps_all:
-            # Without the lock, which costs as much as the rest of a read.
+            # Skip the lock, which costs as much as the rest of a read; a dict lookup is atomic.
             return shard
         with self._lock:
             shard = self._mapped.get(number)
             if shard is None:
                 shard = _open_shard(self, number)
             self._mapped[number] = shard
-            # Moved to the end; the first one is evicted if there are too many.
+            # Least recently used order: used shards move to the end, and the first one is evicted.
             self._mapped.move_to_end(number)
             if len(self._mapped) > self._max_mapped:
                 self._mapped.popitem(last=False)
@@ -176,19 +180,19 @@ class ShardSet:
             raise IndexError("documents are numbered from 0")
         shard = self._mapped.get(number)
         if shard is not None and not _is_unchanged(shard, self.manifest.shards[number]):
-            # Written to: blocks that were verified may have changed.
+            # The file was written to, so verified blocks may have changed: map and verify it again.
             with self._lock:
                 self._mapped.pop(number, None)
         return self._shard(number)
 
 
 def shard_tokens(shards: ShardSet, number: int) -> np.ndarray:
-    """Return all tokens of one shard, one document after the other, as a read-only view."""
+    """Return all tokens in one shard, document after document, as a read-only view."""
     return shards._current(number).target.all_tokens()
 
 
 class SourceSide:
-    """Encoder inputs of a folder of pairs, numbered as its documents."""
+    """Encoder inputs in a folder of pairs, numbered like its documents."""
 
     is_masked = False
 
@@ -197,15 +201,15 @@ class SourceSide:
         self.padding, self.first_documents = shards.padding, shards.first_documents
 
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
-        """Return the lengths of sources, as ``ShardSet.lengths_of`` does."""
+        """Return the sources' lengths, as ``ShardSet.lengths_of`` does."""
         return self._shards.lengths_of(documents, "source")
 
     def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
-        """Return the tokens of sources, as ``ShardSet.slices`` does."""
+        """Return the sources' tokens, as ``ShardSet.slices`` does."""
         return self._shards.slices(pieces, "source")
 
     def counted(self, index: int) -> None:
-        """Return None: no token of a source is predicted."""
+        """Return None: source tokens are never predicted."""
 
 
 def _column(shard: MappedShard, side: Side) -> TokenColumn:
@@ -217,14 +221,14 @@ def _column(shard: MappedShard, side: Side) -> TokenColumn:
 
 
 def open_for_model(folder: str | Path | ObjectPath, *, vocab_size: int, **options: Any) -> ShardSet:
-    """Open a folder as ``ShardSet.open`` does, for a model of ``vocab_size`` ids.
+    """Open a folder as ``ShardSet.open`` does, for a model with ``vocab_size`` ids.
 
-    Raises DataError if a shard holds an id beyond them. A tokenizer may have more ids than its model: only the ids in
-    the shards matter.
+    Raises DataError if a shard contains a larger id. A tokenizer may have more ids than its model: only the ids in the
+    shards matter.
     """
     shards = ShardSet.open(folder, **options)
     shards.rows = vocab_size
-    # Its target never counts, so any id of the model will do.
+    # Padding is never a target, so any id in the model will do.
     if shards.padding >= vocab_size:
         shards.padding = 0
     if shards.manifest.vocab_size <= vocab_size:
@@ -242,7 +246,7 @@ def open_for_model(folder: str | Path | ObjectPath, *, vocab_size: int, **option
 
 
 def _runs(shards: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Yield the number and the slice of each run of equal numbers [n]."""
+    """Yield each run of equal numbers [n] as its number and slice."""
     ends = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
     for start, stop in pairwise(ends):
         if start < stop:
@@ -258,7 +262,7 @@ def _open_shard(shards: ShardSet, number: int) -> MappedShard:
 
 
 def manifest_tokenizer(folder: Path, manifest: Manifest, rows: int | None = None) -> Tokenizer:
-    """Return the tokenizer of the shards, for a model of ``rows`` rows; raise ``DataError`` if it did not make them."""
+    """Return the shards' tokenizer for a model with ``rows`` rows; raise ``DataError`` if it did not build them."""
     tokenizer = load_tokenizer(folder)
     if tokenizer.fingerprint != manifest.tokenizer:
         raise DataError(
@@ -282,6 +286,7 @@ def _is_unchanged(shard: MappedShard, entry: ShardEntry) -> bool:
         raise DataError(
             f"{shard.path} changed while it was being read: it has {state[0]} bytes and had {entry.bytes}. {ADVICE}"
         )
+    # A new inode: the mapping still shows the old file, and going on would mix two versions of the data.
     if state[3] != shard.state[3]:
         raise DataError(
             f"{shard.path} was replaced by another file while it was being read. Start again once the data is whole: "
@@ -291,15 +296,15 @@ def _is_unchanged(shard: MappedShard, entry: ShardEntry) -> bool:
 
 
 class Corpus:
-    """Documents of several folders, concatenated in folder order.
+    """Documents in several folders, concatenated in folder order.
 
-    Raises DataError for folders that were built with different tokenizers.
+    Raises DataError if the folders were built with different tokenizers.
     """
 
     def __init__(self, folders: Sequence[ShardSet]) -> None:
         self.folders = tuple(folders)
         self.first_document = list(accumulate((shards.num_documents for shards in folders), initial=0))
-        """The number of each folder's first document; one more entry for their end."""
+        """Each folder's first document number, followed by the total."""
         self.first_documents = self.first_document[:-1]
         first = self.folders[0]
         for shards in self.folders[1:]:
@@ -311,12 +316,12 @@ class Corpus:
         self.padding = first.padding
 
     def folder_of(self, document: int) -> int:
-        """Return the number of the folder that has a document."""
+        """Return the index of the folder that contains a document."""
         return bisect.bisect_right(self.first_document, document) - 1
 
     def check_files(self, documents: Iterable[int]) -> None:
         """Check the files of documents in any folder, as ``ShardSet.check_files`` does."""
-        # Each folder is called once, however its documents are distributed over the rows.
+        # Call each folder once, however its documents are distributed over the rows.
         own: dict[int, set[int]] = {}
         for document in documents:
             number = self.folder_of(document)
@@ -325,7 +330,7 @@ class Corpus:
             self.folders[number].check_files(found)
 
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
-        """Return ``ShardSet.lengths_of`` for documents of any folder."""
+        """Return ``ShardSet.lengths_of`` for documents in any folder."""
         lengths = np.empty(len(documents), np.int64)
         folders = np.searchsorted(self.first_document, documents, side="right") - 1
         for number in np.unique(folders):
@@ -334,13 +339,13 @@ class Corpus:
         return lengths
 
     def slice(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Return ``ShardSet.slice`` of a document of any folder."""
+        """Return ``ShardSet.slice`` for a document in any folder."""
         number = self.folder_of(index)
         return self.folders[number].slice(index - self.first_document[number], start, stop)
 
     def slices(self, pieces: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
-        """Return ``ShardSet.slices`` of documents of any folder."""
-        # Each folder is called once, with its pieces; their positions in the full list are recorded.
+        """Return ``ShardSet.slices`` for documents in any folder."""
+        # Call each folder once with its pieces, and record their positions in the full list.
         own: dict[int, list[tuple[int, int, int]]] = {}
         places: dict[int, list[int]] = {}
         place = -1
@@ -356,15 +361,15 @@ class Corpus:
 
     @property
     def is_masked(self) -> bool:
-        """True if one of the folders records which tokens count."""
+        """True if one of the folders records target tokens."""
         return any(shards.is_masked for shards in self.folders)
 
     def counted(self, index: int) -> np.ndarray | None:
-        """Return ``ShardSet.counted`` of a document of any folder."""
+        """Return ``ShardSet.counted`` for a document in any folder."""
         number = self.folder_of(index)
         return self.folders[number].counted(index - self.first_document[number])
 
     def name(self, document: int) -> str:
-        """Return the name of a document in its source."""
+        """Return a document's name in its source."""
         number = self.folder_of(document)
         return self.folders[number].name(document - self.first_document[number])

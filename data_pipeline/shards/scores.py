@@ -1,4 +1,4 @@
-"""Arrow files of a model's outputs for each token of some documents: ids, log-likelihoods, chosen experts."""
+"""Arrow files with a model's outputs for each token in some documents: ids, log-likelihoods, chosen experts."""
 
 from __future__ import annotations
 
@@ -16,46 +16,47 @@ from longctx.errors import DataError
 from longctx.files import write_atomically
 
 _TOTAL = b"longctx.total"
-"""Key of the sums in a file's metadata."""
+"""Key for the totals in a file's metadata."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredDocument:
-    """Scores of one document: a row of a file."""
+    """One document's scores: a row in a file."""
 
     number: int
     name: str
     ids: np.ndarray
     """[N]."""
     nll: np.ndarray | None
-    """Negative log-likelihoods of the tokens after the first [N − 1], nats; None of a document of one token."""
+    """Negative log-likelihoods of the tokens after the first [N − 1], nats; None for a single-token document."""
     experts: np.ndarray | None
-    """The experts that read each token [N, K], layer after layer; None if nobody asked, and of one token."""
+    """Experts that processed each token [N, K], layer after layer; None if not requested or for a single-token
+    document."""
     counted: np.ndarray | None
-    """The runs of tokens that count in a loss, as ``EncodedDocument.counted`` has them; None for all."""
+    """Target token runs, as in ``EncodedDocument.counted``; None if all tokens are targets."""
 
 
 @dataclass(frozen=True)
 class Total:
-    """Sums over the files of a folder."""
+    """Totals over a folder's files."""
 
     documents: int = 0
     tokens: int = 0
-    """With a likelihood: all but the first one of each document."""
+    """Tokens with a likelihood: all but the first in each document."""
     log_likelihood: float = 0.0
-    """Sum, nats."""
+    """Summed log-likelihood, nats."""
     counted_tokens: int = 0
-    """Of them those that the folder counts in a loss."""
+    """Target tokens among them."""
     counted_log_likelihood: float = 0.0
 
     @property
     def mean(self) -> float:
-        """Mean log-likelihood of a token, nats."""
+        """Mean log-likelihood per token, nats."""
         return self.log_likelihood / max(1, self.tokens)
 
     @property
     def counted_mean(self) -> float:
-        """Mean log-likelihood of a counted token, nats."""
+        """Mean log-likelihood per target token, nats."""
         return self.counted_log_likelihood / max(1, self.counted_tokens)
 
     def __add__(self, other: Total) -> Total:
@@ -63,7 +64,7 @@ class Total:
 
 
 def write_scores(path: Path, documents: Sequence[ScoredDocument], *, experts_a_token: int = 0) -> None:
-    """Write a file atomically; a row is a document, a list has an entry for each of its tokens."""
+    """Write a file atomically: each row is a document, each list has one entry per token."""
     fields = [
         pa.field("document", pa.int64()),
         pa.field("name", pa.string()),
@@ -82,14 +83,15 @@ def write_scores(path: Path, documents: Sequence[ScoredDocument], *, experts_a_t
         columns["document"].append(document.number)
         columns["name"].append(document.name)
         columns["tokens"].append(document.ids.astype(np.int32))
-        # Null, not a number, if there is none.
+        # NaN becomes null: the first token has no likelihood.
         columns["log_likelihood"].append(pa.array(likelihoods, from_pandas=True))
         if experts_a_token:
-            # −1 means none: a document of one token is not read.
+            # −1 marks a missing expert: a single-token document is not read.
             chosen = document.experts
             if chosen is None:
                 chosen = np.full((len(document.ids), experts_a_token), -1)
             columns["experts"].append(list(chosen.astype(np.int16)))
+    # Totals in the footer: files can be added up without reading their rows.
     schema = pa.schema(fields, metadata={_TOTAL: json.dumps(vars(total))})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
@@ -98,7 +100,7 @@ def write_scores(path: Path, documents: Sequence[ScoredDocument], *, experts_a_t
 
 
 def read_total(path: Path) -> Total:
-    """Return the sums in a file's footer; raise DataError if it is not a file of scores."""
+    """Return the totals in a file's footer; raise DataError if it is not a score file."""
     try:
         with pa.OSFile(str(path)) as file:
             return Total(**json.loads((pa.ipc.open_file(file).schema.metadata or {})[_TOTAL]))
@@ -107,9 +109,10 @@ def read_total(path: Path) -> Total:
 
 
 def _total_of(likelihoods: np.ndarray, counted: np.ndarray | None) -> Total:
-    """Return the sums over a document's tokens after the first [N − 1]; ``counted`` are the counted runs of all N."""
+    """Return the totals over a document's tokens after the first [N − 1]; ``counted`` has the target runs over N."""
     is_counted = np.ones(len(likelihoods), bool)
     if counted is not None:
         is_counted = mask_of(counted, len(likelihoods) + 1)[1:]
+    # Accumulate in float64: float32 totals over millions of tokens would lose digits.
     sums = [float(values.sum(dtype=np.float64)) for values in (likelihoods, likelihoods[is_counted])]
     return Total(1, len(likelihoods), sums[0], int(is_counted.sum()), sums[1])

@@ -1,7 +1,7 @@
-"""Stamps: file states of shards whose checksums were verified, so that the next start need not read them again.
+"""Verification records: file states with verified checksums, so that the next start need not read the files again.
 
-They are in the user's cache folder, never with the shards: a corpus may be read-only, and a copy of it has its own
-stamps. A file whose size, times or inode have changed since is read again.
+They are in the user's cache folder, never with the shards: a corpus may be read-only, and a copy has its own records. A
+file is read again if its size, times or inode have changed since.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from longctx.untrusted.reading import read_json
 FORMAT = "longctx-shard-stamps-1"
 
 FileState = tuple[int, int, int, int]
-"""Size in bytes, modification and change time in nanoseconds, inode: another content has another one of these."""
+"""Size in bytes, modification and change time in nanoseconds, inode: changed content changes at least one of these."""
 
 _NETWORK = ("nfs", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "cifs", "smb", "9p", "virtiofs", "fuse.")
-"""How the types of file systems begin that several hosts see."""
+"""Type prefixes of network file systems, shared by several hosts."""
 
 _LOCAL = ("ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs")
-"""Types of file systems that answer for their own disk or memory, always with what is there now."""
+"""Local file system types, which always report the current state."""
 
 
 def file_state(path: Path) -> FileState:
-    """Return the state of a file; raise OSError if there is none."""
+    """Return a file's state; raise OSError if it does not exist."""
     return _state(os.stat(path))  # noqa: PTH116, asked for every batch: pathlib takes a third more
 
 
 def opened_state(path: Path) -> FileState:
-    """Return the state of an opened file: a network file system then asks its server, not its own cache."""
+    """Return a file's state after opening it: a network file system then queries its server and not its own cache."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return _state(os.fstat(handle))
@@ -46,9 +46,9 @@ def opened_state(path: Path) -> FileState:
 
 
 def cheapest_state(path: Path) -> Callable[[Path], FileState]:
-    """Return ``file_state`` for a file on a local file system, otherwise ``opened_state``.
+    """Return ``file_state`` for a file on a local file system, and ``opened_state`` otherwise.
 
-    The first takes half the time of the second, and reading a row of a few thousand tokens takes not much longer.
+    ``file_state`` takes half the time, and reading a row with a few thousand tokens takes not much longer.
     """
     if _mount_of(path.stat().st_dev)[0] in _LOCAL:
         return file_state
@@ -56,12 +56,14 @@ def cheapest_state(path: Path) -> Callable[[Path], FileState]:
 
 
 def _state(status: os.stat_result) -> FileState:
-    # The change time too: a tool that resets the modification time cannot reset this one.
+    # Include the change time: a tool that resets the modification time cannot reset this one.
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def cache_folder() -> Path:
-    """Return the folder of stamps: ``$LONGCTX_CACHE``, else ``$XDG_CACHE_HOME/longctx``, else ``~/.cache/longctx``."""
+    """Return the cache folder: ``$LONGCTX_CACHE``, ``$XDG_CACHE_HOME/longctx`` or ``~/.cache/longctx``, the first one
+    set.
+    """
     own = os.environ.get("LONGCTX_CACHE")
     if own:
         return Path(own)
@@ -70,19 +72,19 @@ def cache_folder() -> Path:
 
 
 def read_stamps(folder: Path, manifest_hash: str) -> dict[str, tuple[FileState, str]]:
-    """Return state and checksum of each stamped file of a shard folder, by name; empty if there are none."""
+    """Return each verified file's state and checksum by name for a shard folder; empty if unknown."""
     try:
         content = read_json(_stamp_file(folder, manifest_hash))
         if content["format"] != FORMAT:
             return {}
         return {file: ((size, mtime, ctime, inode), hash) for file, size, mtime, ctime, inode, hash in content["files"]}
     except (OSError, ValueError, KeyError, TypeError):
-        # Stamps only save work: without them, or with damaged ones, everything is read again.
+        # These records only save work: without valid ones, everything is read again.
         return {}
 
 
 def write_stamps(folder: Path, manifest_hash: str, files: list[tuple[ShardEntry, FileState]]) -> None:
-    """Save the states in which these files' checksums were right; raise DataError if the cache cannot be written."""
+    """Save the states in which these files' checksums matched; raise DataError if the cache cannot be written."""
     listed = [[entry.file, *state, entry.xxh3_128] for entry, state in files]
     content = {"format": FORMAT, "folder": str(folder.resolve()), "files": listed}
     write_atomically(_stamp_file(folder, manifest_hash), json.dumps(content, separators=(",", ":")).encode())
@@ -98,17 +100,17 @@ def place_of(folder: Path) -> str:
 
 
 def _stamp_file(folder: Path, manifest_hash: str) -> Path:
-    """Return the stamp file, one for each copy of a data set."""
+    """Return the path for a data set copy's records."""
     # The folder's inode distinguishes copies at the same path on hosts with a shared home. Machine names are not used:
-    # a container has another name at each start.
+    # a container gets a new name at each start.
     copy = xxhash.xxh3_64_hexdigest(f"{folder.stat().st_ino} {folder.resolve()}".encode())
     return cache_folder() / "shards" / f"{manifest_hash}-{copy}.json"
 
 
 def _machine() -> str:
-    """Return an identifier of this machine, shared by all its containers; its host name if the system has no other."""
+    """Return an identifier for this machine, shared by all its containers; the host name if the system has no other."""
     try:
-        # Names repeat if images are cloned; this number is drawn when a machine starts.
+        # Host names repeat if images are cloned; this random number is new at each boot.
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
@@ -116,7 +118,7 @@ def _machine() -> str:
 
 @cache
 def _mount_of(device: int) -> tuple[str, str]:
-    """Return type and source of the file system on a device; two empty strings if unknown."""
+    """Return type and source of a device's file system; two empty strings if unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

@@ -1,8 +1,8 @@
-"""Sums: a checksum of each 64 KiB of a shard, so that a read checks only the blocks that it touches.
+"""Block checksums: one per 64 KiB of a shard, so that a read verifies only the blocks that it touches.
 
-``NNNNN.sums``, stored with ``NNNNN.arrow``, has the xxh3_64 of each block of that file, little-endian uint64; the last
-block may be shorter. The manifest holds the xxh3_128 of the sums, and its own hash covers that. Folders of older
-releases have none.
+``NNNNN.sums``, stored next to ``NNNNN.arrow``, has the xxh3_64 of each block as little-endian uint64; the last block
+may be shorter. The manifest contains the xxh3_128 of this file, and its own hash covers that. Folders from older
+releases have no block checksums.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ ADVICE = (
 )
 
 _MOST_SUMS_BYTES = 256 * 2**20
-"""Those of a shard of 2 TiB."""
+"""Size for a shard of 2 TiB."""
 _READ_BYTES = 64 * BLOCK_BYTES
-# Linux has it since 5.14; Python's mmap does not name it yet.
+# Available since Linux 5.14; Python's mmap has no name for it yet.
 _POPULATE_READ = 22
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def sums_file(shard: str) -> str:
-    """Return the name of a shard's sums: ``00000.sums`` for ``00000.arrow``."""
+    """Return the name of a shard's checksum file: ``00000.sums`` for ``00000.arrow``."""
     return Path(shard).with_suffix(".sums").name
 
 
 def sum_blocks(path: Path) -> tuple[str, np.ndarray]:
-    """Return the xxh3_128 of a file as 32 hex digits, and the xxh3_64 of each of its blocks, uint64, in one read."""
+    """Return a file's xxh3_128 as 32 hex digits, and its blocks' xxh3_64 checksums, uint64, in one read."""
     whole, sums = xxhash.xxh3_128(), []
     with path.open("rb") as file:
         while piece := file.read(_READ_BYTES):
@@ -60,7 +60,7 @@ def sum_blocks(path: Path) -> tuple[str, np.ndarray]:
 
 
 def read_sums(folder: Path, entry: ShardEntry) -> np.ndarray:
-    """Return the sums of one shard, uint64; raise DataError unless they match the manifest."""
+    """Return a shard's block checksums, uint64; raise DataError unless they match the manifest."""
     path = folder / sums_file(entry.file)
     try:
         if path.is_symlink():
@@ -74,57 +74,61 @@ def read_sums(folder: Path, entry: ShardEntry) -> np.ndarray:
         raise DataError(f"{path} cannot be read: {error}. {ADVICE}") from error
     if xxhash.xxh3_128_hexdigest(content) != entry.sums:
         raise DataError(f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {ADVICE}")
-    # The right checksum is not enough: sums of another file would be compared with wrong blocks.
+    # A matching checksum is not enough: another file's checksums would be compared with the wrong blocks.
     if len(content) != 8 * -(-entry.bytes // BLOCK_BYTES):
         raise DataError(f"{path} holds {len(content)} bytes, which are not the sums of {entry.bytes}. {ADVICE}")
     return np.frombuffer(content, np.dtype("<u8"))
 
 
+# Verified reads without reading a shard twice: the checksums form a two-level hash tree (manifest → checksum file → 64
+# KiB blocks), so a read of n bytes costs the hash of at most n + 128 KiB instead of the complete shard. Invariant:
+# ``seen[b] == 1`` only after block b has matched its checksum in this mapping. ``seen`` only ever goes from 0 to 1, and
+# verifying a block twice is harmless, so threads need no lock.
 class Blocks:
-    """Blocks of one mapped file, with the set of verified ones. Threads may share it.
+    """Blocks in one mapped file, with the set of verified ones. Threads may share it.
 
-    Each block is checked when any part of it is first used, and only then. Without sums no block is checked.
+    Each block is verified when any part of it is first used, and only then. Without checksums, no block is verified.
     """
 
     def __init__(self, content: pa.Buffer, sums: np.ndarray | None, path: Path) -> None:
         self._content, self._view = content, memoryview(content)
         self._sums, self._path = None, path
         count = -(-content.size // BLOCK_BYTES)
-        # One byte per block: setting a byte is atomic in any thread, and the search below runs in C.
+        # One byte per block: setting a byte is atomic across threads, and ``find`` runs in C.
         self.seen = bytearray(count)
-        """For each block 1 once it has been found right."""
+        """1 for each verified block."""
         if sums is not None:
-            # Plain integers come from here, faster than from an array.
+            # Plain integers come from a memory view, faster than from an array.
             self._sums = sums.astype(np.uint64).data
         else:
             self.seen = bytearray(b"\1") * count
         self._seen_view = np.frombuffer(self.seen, np.uint8)
         self.all_seen = sums is None
-        """Whether all have been: then nobody has to look for one that has not."""
+        """True once all blocks are verified, so that reads can skip the search."""
 
     def check(self, start: int, stop: int) -> None:
-        """Raise DataError if a block with some of these bytes is damaged."""
+        """Raise DataError if a block that contains any of these bytes is damaged."""
         first, last = start >> BLOCK_SHIFT, (stop + BLOCK_BYTES - 1) >> BLOCK_SHIFT
         if self.seen.find(0, first, last) >= 0:
             self._read(first, last)
 
     def check_items(self, starts: np.ndarray, size: int) -> None:
-        """Check the blocks of items of ``size`` bytes each, which begin at ``starts`` [n], int64."""
+        """Verify the blocks of items with ``size`` bytes each, which start at ``starts`` [n], int64."""
         blocks = np.unique(np.concatenate([starts >> BLOCK_SHIFT, (starts + size - 1) >> BLOCK_SHIFT]))
         blocks = blocks[self._seen_view[blocks] == 0]
-        # Adjacent blocks together: the system is then asked for them once.
+        # Verify adjacent blocks together, so that the system reads them in one request.
         for run in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1):
             if len(run):
                 self._read(int(run[0]), int(run[-1]) + 1)
 
     def _read(self, first: int, last: int) -> None:
-        """Check the blocks from ``first`` to ``last`` (exclusive) that are not verified yet."""
+        """Verify the blocks from ``first`` to ``last`` (exclusive) that are not verified yet."""
         assert self._sums is not None
         stop, ahead = min(last << BLOCK_SHIFT, self._content.size), 0
         number = self.seen.find(0, first, last)
         while number >= 0:
             begin = number << BLOCK_SHIFT
-            # A few blocks at a time: data read ahead must still be in memory when its turn comes.
+            # Prefetch a few blocks at a time: prefetched data must still be in memory when it is hashed.
             if begin >= ahead:
                 ahead = min(begin + _READ_BYTES, stop)
                 self._bring(begin, ahead)
@@ -139,11 +143,11 @@ class Blocks:
         """Read these bytes into memory; raise DataError if accessing them would kill the process with a signal."""
         part = self._content.slice(begin, end - begin)
         advise(part, mmap.MADV_WILLNEED)
-        # If the system does not support this, reads go the ordinary way.
+        # If the kernel does not support this, pages are faulted in on access.
         if advise(part, _POPULATE_READ) or ctypes.get_errno() != errno.EFAULT:
             return
         if end - begin > BLOCK_BYTES:
-            # Find the block that fails.
+            # Retry block by block to find the one that fails.
             for start in range(begin, end, BLOCK_BYTES):
                 self._bring(start, min(start + BLOCK_BYTES, end))
             return
@@ -154,7 +158,7 @@ class Blocks:
 
 
 def damaged_blocks(path: Path, begin: int, end: int) -> DataError:
-    """Return the error for damaged bytes of a shard."""
+    """Return the error for damaged bytes in a shard."""
     return DataError(
         f"{path} is damaged: bytes {begin:,} to {end:,} do not have the checksum that {sums_file(path.name)} "
         f"lists. {ADVICE}"
@@ -162,7 +166,7 @@ def damaged_blocks(path: Path, begin: int, end: int) -> DataError:
 
 
 def damaged_ranges(found: np.ndarray, listed: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """Return the byte range [begin, end) of each run of blocks whose sums differ, in a file of ``size`` bytes."""
+    """Return the byte ranges [begin, end) of runs of blocks with a checksum mismatch, in a file with ``size`` bytes."""
     wrong = np.flatnonzero(found != listed)
     runs = np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1)
     return [(int(run[0]) << BLOCK_SHIFT, min((int(run[-1]) + 1) << BLOCK_SHIFT, size)) for run in runs if len(run)]

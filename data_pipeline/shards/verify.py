@@ -1,6 +1,6 @@
-"""Selection of the shards of a folder whose checksums must still be verified, and their assignment to readers.
+"""Selects the shards whose checksums must still be verified, and assigns them to readers.
 
-This module knows nothing of processes: the launcher compares the views of ranks, assigns the files and combines the
+This module does not depend on processes: the launcher compares the ranks' views, assigns the files and combines the
 results.
 """
 
@@ -24,26 +24,27 @@ from longctx.files import hash_file
 log = logging.getLogger(__name__)
 
 Verify = Literal["read", "start", "off"]
-"""When shards are checked against their checksums: block by block as they are read; all of them before the first step,
-once for each state of a file, and again as they are read; or never."""
+"""When shards are verified: ``read``, block by block as they are read; ``start``, completely before the first step,
+once per file state, and again as they are read; ``off``, never."""
 
 _SETTLED_NANOSECONDS = 2_000_000_000
-"""How old a change must be before a stamp is taken: two changes within a tick of the clock have one time."""
+"""Minimum age of a change before its state is recorded: two changes within one clock tick have the same time."""
 
 
 class FolderCheck:
-    """Remaining checks of one shard folder, as seen by this process."""
+    """Remaining checks for one shard folder, as seen by this process."""
 
     def __init__(self, folder: Path, manifest: Manifest, verify: Verify) -> None:
-        """Read the state of every file and the known stamps; raise DataError if a file is missing."""
+        """Read every file's state and the known verification records; raise DataError if a file is missing."""
         self.folder = folder
         self.manifest_hash, self.shards = manifest.hash, manifest.shards
+        # Take states before any file is hashed: a change while hashing then invalidates the record.
         self._states = [_state(folder / entry.file) for entry in self.shards]
         self._stamps: dict[str, tuple[FileState, str]] = {}
         self.pending: list[ShardEntry] = []
-        """Files that have to be read, in the manifest's order."""
+        """Files that must be read, in the manifest's order."""
         self.lacks_sums = verify == "read" and not manifest.has_sums
-        """Whether files are read only because reads could not be checked."""
+        """True if files are read only because reads could not be verified."""
         if verify == "start" or self.lacks_sums:
             self._stamps = read_stamps(folder, self.manifest_hash)
             self.pending = [
@@ -52,12 +53,13 @@ class FolderCheck:
 
     @property
     def view(self) -> str:
-        """A fingerprint, equal on processes that see the same files and have the same ones left to read."""
+        """Fingerprint, equal on processes that see the same files and have the same ones left to read."""
+        # Ranks with different views see different files or caches, and cannot share the verification.
         states = [list(state) for state in self._states]
         return hash_json([place_of(self.folder), self.manifest_hash, states, [entry.file for entry in self.pending]])
 
     def problem(self, entry: ShardEntry) -> str | None:
-        """Read one file completely, and its sums; return its problem, or None if its checksum is right."""
+        """Read one file completely, with its block checksums; return its problem, if any."""
         path = self.folder / entry.file
         try:
             if hash_file(path) == entry.xxh3_128:
@@ -71,7 +73,7 @@ class FolderCheck:
         return f"{path} is damaged: its checksum is not the one in {MANIFEST_FILE}. {ADVICE}"
 
     def keep_stamps(self) -> None:
-        """Save the state that every file had before it was read. Call this once all checksums have been verified.
+        """Save each file's state before it was read. Call this once all checksums have been verified.
 
         Raises DataError if the cache cannot be written.
         """
@@ -88,8 +90,8 @@ class FolderCheck:
 def open_verified(folder: str | Path | ObjectPath, *, whole: bool = False) -> ShardSet:
     """Open a folder so that no damaged data is ever read, in the cheapest way. For a single process.
 
-    Reads are checked by the sums of blocks. Files without sums, and all of them if ``whole``, are read here, except
-    those with a valid stamp. DataError names the first file that is missing or damaged.
+    Reads are verified by block checksums. Files without them, or all files if ``whole``, are read here, except those
+    with a valid verification record. DataError names the first file that is missing or damaged.
     """
     shards = ShardSet.open(folder)
     if shards.verifies_reads and not whole:
@@ -110,7 +112,8 @@ def open_verified(folder: str | Path | ObjectPath, *, whole: bool = False) -> Sh
 
 
 def deal(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Return the item numbers for each of ``parts`` readers: each item once, largest first to the least loaded."""
+    """Assign item numbers to ``parts`` readers: each item once, largest first to the least loaded reader."""
+    # Longest processing time first (Graham, 1969); ``loads`` is a heap.
     loads = [(0, part) for part in range(parts)]
     shares: list[list[int]] = [[] for _ in range(parts)]
     for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):

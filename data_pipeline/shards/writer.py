@@ -1,4 +1,4 @@
-"""Writer of documents into Arrow files."""
+"""Writes documents into Arrow files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from longctx.files import write_synced
 from longctx.tokenizer.contract import Tokenizer
 
 DEFAULT_SHARD_TOKENS = 1 << 26
-"""Tokens after which a shard is closed: 128 MiB at two bytes a token. A document is never cut."""
+"""Tokens after which a shard is closed: 128 MiB at two bytes per token. Documents are never cut."""
 
 
 _SPARE_TOKENS = 1 << 22
-"""By how much the memory for a shard's tokens grows beyond what is needed."""
+"""Extra tokens allocated whenever a shard's token memory grows."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smaller of uint16 and uint32 that holds every id below ``vocab_size``."""
+    """Return the smaller dtype, uint16 or uint32, that holds every id below ``vocab_size``."""
     if vocab_size <= 1 << 16:
         return np.dtype(np.uint16)
     return np.dtype(np.uint32)
@@ -37,7 +37,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedDocument:
-    """One row of a shard."""
+    """One row in a shard."""
 
     tokens: np.ndarray
     hash: int
@@ -45,17 +45,17 @@ class EncodedDocument:
     text_bytes: int
     source: int = 0
     counted: np.ndarray | None = None
-    """Runs of tokens whose prediction counts in the loss: first token and the one behind the last of each run, one run
-    after the other, int64 [2 · runs], strictly ascending. None in a folder in which every token counts."""
+    """Target token runs as bounds: each run's first token and end (exclusive), run after run, int64 [2 · runs],
+    strictly ascending. None in a folder in which every token is a target."""
 
     paragraphs: np.ndarray | None = None
-    """First tokens of its paragraphs but the first one, int64, strictly ascending. None in a folder that keeps none."""
+    """Starts of its paragraphs but the first, int64, strictly ascending. None in a folder without paragraphs."""
     source_tokens: np.ndarray | None = None
-    """What an encoder reads beside the tokens, of a pair; None in a folder without pairs."""
+    """Encoder input for a pair; None without pairs."""
 
     @property
     def num_counted(self) -> int:
-        """Number of tokens that count; 0 without a mask."""
+        """Number of target tokens; 0 without a mask."""
         if self.counted is None:
             return 0
         return int(self.counted[1::2].sum() - self.counted[::2].sum())
@@ -67,7 +67,7 @@ def runs_of(counted: np.ndarray) -> np.ndarray:
 
 
 class ShardWriter:
-    """Writer of documents into ``folder`` shard by shard; ``finish`` writes the manifest and returns it.
+    """Writes documents into ``folder`` shard by shard; ``finish`` writes the manifest and returns it.
 
     The folder must exist and be empty. It is a shard folder only once ``finish`` has returned; therefore write into a
     temporary folder (``files.staged_folder``).
@@ -85,7 +85,7 @@ class ShardWriter:
     ) -> None:
         """Initialize the writer with the optional columns that every document must have.
 
-        ``masked``: the tokens that count; ``pairs``: a source; ``paragraphs``: the beginnings of its paragraphs.
+        ``masked``: target tokens; ``pairs``: a source; ``paragraphs``: paragraph starts.
         """
         if shard_tokens < 1:
             raise DataError(f"shard_tokens={shard_tokens} must be at least 1. Try {DEFAULT_SHARD_TOKENS}.")
@@ -94,23 +94,23 @@ class ShardWriter:
         self._shard_tokens = shard_tokens
         self._open = _OpenShard(token_dtype(vocab_size), masked=masked, pairs=pairs, paragraphs=paragraphs)
         self._entries: list[ShardEntry] = []
-        # Documents by the number of bits of their length: the only length statistics in the manifest.
+        # Document counts by bit length of the token count: the only length statistics in the manifest.
         self._by_bits = [0] * 64
         self._text_bytes = 0
 
     @property
     def num_documents(self) -> int:
-        """Number of documents added so far."""
+        """Documents added so far."""
         return sum(self._by_bits)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens added so far."""
+        """Tokens added so far."""
         return sum(entry.tokens for entry in self._entries) + self._open.tokens
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes of the text of the documents added so far."""
+        """UTF-8 text bytes added so far."""
         return self._text_bytes
 
     @property
@@ -119,14 +119,16 @@ class ShardWriter:
         return {f"2^{k}": count for k, count in enumerate(self._by_bits) if count}
 
     def add(self, document: EncodedDocument) -> None:
-        """Append a document; close the shard before it would grow beyond ``shard_tokens``."""
+        """Append a document; close the shard first if it would grow beyond ``shard_tokens``."""
         tokens = document.tokens
         self._check(document, tokens)
         if document.source_tokens is not None:
             self._check(document, document.source_tokens)
+        # Close before adding: only a single document can make a shard exceed the limit.
         if len(self._open) and self._open.tokens + len(tokens) > self._shard_tokens:
             self._close_shard()
         self._open.add(document)
+        # bit_length − 1 = ⌊log2 n⌋, the histogram's key.
         self._by_bits[len(tokens).bit_length() - 1] += 1
         self._text_bytes += document.text_bytes
 
@@ -134,7 +136,7 @@ class ShardWriter:
         """Raise DataError for tokens that a shard cannot hold."""
         if not len(tokens):
             raise DataError(f"{document.name} has no tokens. Leave empty documents out.")
-        # Stored in a small unsigned type: an id out of range would be read back as another one.
+        # Ids are stored in a small unsigned type: an id out of range would be read back as another one.
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
             raise DataError(
                 f"{document.name} has id {int(tokens.max())} (lowest {int(tokens.min())}), "
@@ -143,7 +145,7 @@ class ShardWriter:
 
     @property
     def shards(self) -> list[ShardEntry]:
-        """The shards written so far."""
+        """Shards written so far."""
         return list(self._entries)
 
     def close(self) -> None:
@@ -163,6 +165,7 @@ class ShardWriter:
         left_out: str = "",
     ) -> Manifest:
         """Write the last shard and the manifest, and return the manifest."""
+        # The manifest comes last: a folder without one is not a shard folder.
         self.close()
         manifest = Manifest(
             split=split,
@@ -184,13 +187,13 @@ class ShardWriter:
         return manifest
 
     def _close_shard(self) -> None:
-        """Write the open documents as the next file, and then the sums of its blocks."""
+        """Write the pending documents as the next file, and then its block checksums."""
         path = self._folder / f"{len(self._entries):05d}.arrow"
         batch = self._open.record_batch()
         with path.open("wb") as file:
             with pa.ipc.new_file(file, batch.schema) as writer:
                 writer.write_batch(batch)
-            # On disk before the manifest that covers it.
+            # Sync before the manifest that covers the file is written.
             file.flush()
             os.fsync(file.fileno())
         whole, sums = sum_blocks(path)
@@ -211,7 +214,7 @@ class ShardWriter:
 
 
 class _OpenColumn:
-    """Token ids of one side of a shard's unwritten documents, stored once, in one array."""
+    """Token ids for one side of a shard's pending documents, stored once, in one array."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self._values, self._lengths = np.empty(0, dtype), array("q")
@@ -221,8 +224,8 @@ class _OpenColumn:
         """Append a row."""
         stop = self.tokens + len(tokens)
         if stop > len(self._values):
-            # In place: memory holds the tokens once, not once per document and again in one array. There are no other
-            # views of the array between two shards.
+            # Grow in place: memory holds the tokens once, not once per document and again in one array. No other views
+            # of the array exist between two shards.
             self._values.resize(stop + _SPARE_TOKENS, refcheck=False)
         self._values[self.tokens : stop] = tokens
         self.tokens = stop
@@ -238,7 +241,7 @@ class _OpenColumn:
 
 
 class _OpenLists:
-    """Lists of numbers of a shard's unwritten documents."""
+    """Number lists for a shard's pending documents."""
 
     def __init__(self) -> None:
         self._numbers, self._lengths = array("q"), array("q")
@@ -254,7 +257,7 @@ class _OpenLists:
 
 
 class _OpenShard:
-    """Unwritten documents of a shard: their tokens, and a few bytes for each document."""
+    """A shard's pending documents: their tokens, and a few bytes per document."""
 
     def __init__(self, dtype: np.dtype, *, masked: bool, pairs: bool, paragraphs: bool) -> None:
         self._target = _OpenColumn(dtype)
@@ -263,7 +266,7 @@ class _OpenShard:
             self.source = _OpenColumn(dtype)
         self.counted = self.largest_id = 0
         self._lists = {name: _OpenLists() for name, kept in ((COUNTED, masked), (PARAGRAPHS, paragraphs)) if kept}
-        """Columns of lists of numbers, by name."""
+        """Columns with number lists, by name."""
         self._sources = array("h")
         self._hashes = array("Q")
         self._names: list[str] = []
@@ -273,12 +276,14 @@ class _OpenShard:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the documents; for pairs, of their targets."""
+        """Tokens in the documents; for pairs, in their targets."""
         return self._target.tokens
 
     def add(self, document: EncodedDocument) -> None:
         """Append a document."""
         self._target.add(document.tokens)
+        # Recorded in the manifest, so that a model with fewer ids than the tokenizer is checked without reading tokens
+        # (``open_for_model``).
         self.largest_id = max(self.largest_id, int(document.tokens.max()))
         for name, numbers in ((COUNTED, document.counted), (PARAGRAPHS, document.paragraphs)):
             assert (numbers is not None) == (name in self._lists), "a folder's documents all have a mask, or none has"
@@ -294,7 +299,8 @@ class _OpenShard:
         self._names.append(document.name)
 
     def record_batch(self) -> pa.RecordBatch:
-        """Return the documents as one Arrow record batch, a view of this object: use it before the next ``add``."""
+        """Return the documents as one Arrow record batch, a view into this object: use it before the next ``add``."""
+        # One batch per shard: a reader maps each column as one contiguous buffer.
         columns = {
             "tokens": self._target.column(),
             "source": pa.array(np.frombuffer(self._sources, np.int16)),
@@ -307,7 +313,7 @@ class _OpenShard:
         return pa.record_batch(columns)
 
     def clear(self) -> None:
-        """Begin the next shard in the same memory."""
+        """Start the next shard in the same memory."""
         for column in (self._target, self.source):
             if column is not None:
                 column.clear()
@@ -317,7 +323,8 @@ class _OpenShard:
 
 
 def _lists(lengths: array, values: np.ndarray) -> pa.Array:
-    """Return values as a list for each length."""
+    """Split values into one list per length."""
+    # 64-bit offsets: a shard may hold more than 2^31 values.
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(np.frombuffer(lengths, np.int64), out=offsets[1:])
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))

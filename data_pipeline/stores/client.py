@@ -1,7 +1,7 @@
-"""Access to object stores: Arrow's clients of S3 and Google Cloud Storage, imported when a URL is first used.
+"""Object store access through Arrow's S3 and Google Cloud Storage clients, imported when a URL is first used.
 
 Keys, profile, region and endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE,
-AWS_REGION, AWS_ENDPOINT_URL; GOOGLE_APPLICATION_CREDENTIALS), and no message shows them.
+AWS_REGION, AWS_ENDPOINT_URL; GOOGLE_APPLICATION_CREDENTIALS) and never appear in messages.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from longctx.errors import DataError
 
 @dataclass(frozen=True)
 class ObjectKey:
-    """Name of a folder or an object in a store."""
+    """Identifier for a folder or object in a store."""
 
     scheme: str
     bucket: str
     key: str
-    """Names with ``/`` between them, and none at the ends; empty for the whole bucket."""
+    """Path components joined by ``/``, without leading or trailing ``/``; empty for the bucket itself."""
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
@@ -37,39 +37,39 @@ if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
 _READ_BYTES = 4 << 20
-"""Asked for at once: a request takes tens of milliseconds, whatever it brings."""
+"""Read size per request: a request takes tens of milliseconds, whatever its size."""
 _SENT_BYTES = 16 << 20
 _ATTEMPTS = 5
 _CONNECT_SECONDS = 10
 _GIVE_UP_SECONDS, _GIVE_UP_SECONDS_OF_GOOGLES = 60, 20
-"""Without a byte of an answer: AWS's own three seconds are too few for a store, or a host, that is busy. Google's
-client tries again for so long, and may ask for keys before."""
+"""Timeout without a received byte. AWS's default, three seconds, is too short for a busy store or host. Google's client
+retries for this long, and may request keys first."""
 _GOOGLES = re.compile(r"with a last message of (.*?) error_info=")
-"""Where Google's client says what went wrong, in a paragraph that says it three times."""
+"""The cause in a Google client message, a paragraph that repeats it three times."""
 _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 
 
 @contextlib.contextmanager
 def explained(path: ObjectKey) -> Iterator[None]:
-    """Convert errors of a store to a DataError that names the object and gives advice.
+    """Convert store errors to a DataError that names the object and suggests a fix.
 
-    FileNotFoundError passes through: the caller knows its meaning.
+    FileNotFoundError passes through: the caller may expect a missing object.
     """
     try:
         yield
     except (DataError, FileNotFoundError):
         raise
     except Exception as error:
-        # Any class: Arrow derives its errors from those of two foreign libraries.
+        # Catch every class: Arrow's errors derive from those in two third-party libraries.
         raise DataError(
             f"{path} cannot be reached: {_without_secrets(str(error))}\n{_advice(path, str(error))}"
         ) from None
 
 
 def open_object(path: ObjectKey) -> BinaryIO:
-    """Return an object's bytes as a buffered, seekable file; raise FileNotFoundError if there is none.
+    """Open an object as a buffered, seekable file; raise FileNotFoundError if it is missing.
 
-    Errors while reading are DataErrors.
+    Later read errors are DataErrors.
     """
     with explained(path):
         native = _client(path).open_input_file(_inner(path))
@@ -77,7 +77,7 @@ def open_object(path: ObjectKey) -> BinaryIO:
 
 
 def size_of(path: ObjectKey) -> int | None:
-    """Return the bytes of an object; None if there is none."""
+    """Return an object's size in bytes; None if it is missing."""
     info = _info(path)
     if info.is_file:
         return info.size
@@ -85,7 +85,7 @@ def size_of(path: ObjectKey) -> int | None:
 
 
 def written_at(path: ObjectKey) -> float | None:
-    """Return the time an object was written, in seconds since 1970; None if it is missing or the time unknown."""
+    """Return an object's modification time in seconds since 1970; None if it is missing or its time is unknown."""
     info = _info(path)
     if info.is_file and info.mtime is not None:
         return info.mtime.timestamp()
@@ -93,25 +93,25 @@ def written_at(path: ObjectKey) -> float | None:
 
 
 def is_folder(path: ObjectKey) -> bool:
-    """Return whether there are objects below a path."""
-    # Some stores report any prefix as a folder, and some none: only its contents are reliable.
+    """Return whether objects exist below a path."""
+    # Some stores report any prefix as a folder and others never do; only a prefix's contents are reliable.
     return bool(list_names(path)) or bool(list_objects(path))
 
 
 def list_objects(folder: ObjectKey) -> dict[str, int]:
-    """Return the bytes of every object below a folder by its relative path; empty if there is no such folder."""
+    """Return object sizes in bytes by relative path; empty if the folder does not exist."""
     return {name: size for name, size in _listed(folder, recursive=True) if size is not None}
 
 
 def list_names(folder: ObjectKey) -> list[str]:
-    """Return the sorted names of a folder's direct contents."""
+    """Return the sorted names directly inside a folder."""
     return sorted(name for name, _ in _listed(folder, recursive=False))
 
 
 def upload(file: Path, to: ObjectKey, *, each: Callable[[bytes], None] | None = None) -> None:
-    """Write a file's bytes to an object, which appears when all are there; raise DataError if the store refuses.
+    """Upload a file to an object, which appears only when complete; raise DataError if the store refuses.
 
-    ``each`` receives every block before it is sent; if it raises, the object must be discarded.
+    ``each`` receives every block before it is sent; if it raises, discard the object.
     """
     with file.open("rb") as source, _written(to) as sink:
         while block := source.read(_SENT_BYTES):
@@ -128,9 +128,8 @@ def write_object(to: ObjectKey, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _written(to: ObjectKey) -> Iterator[Any]:
-    """Yield a stream into an object."""
     try:
-        # Otherwise Arrow would compress according to the name's ending: a .zst a second time.
+        # Without ``compression=None``, Arrow would compress by file suffix, and a .zst file twice.
         with explained(to), _client(to).open_output_stream(_inner(to), compression=None) as sink:
             yield sink
     except FileNotFoundError as error:
@@ -138,49 +137,46 @@ def _written(to: ObjectKey) -> Iterator[Any]:
 
 
 def remove(path: ObjectKey) -> None:
-    """Remove an object, if it is there."""
+    """Remove an object if it exists."""
     with explained(path), contextlib.suppress(FileNotFoundError):
         _client(path).delete_file(_inner(path))
 
 
 class _ObjectFile(io.RawIOBase):
-    """Raw file of an object. A failed read raises DataError, so it is never mistaken for damage of the file."""
+    """Raw file over an object. A failed read raises DataError, so callers never mistake it for a damaged file."""
 
     def __init__(self, path: ObjectKey, native: Any) -> None:
         self._path, self._native = path, native
 
     def readable(self) -> bool:
-        """Return True: the file is readable."""
         return True
 
     def seekable(self) -> bool:
-        """Return True: any part of the file can be requested."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` with the next bytes, and return their number; 0 at the end."""
+        """Fill ``buffer`` with the next bytes and return their number; 0 at the end."""
         with self._explained():
             block = self._native.read(len(buffer))
         buffer[: len(block)] = block
         return len(block)
 
     def readall(self) -> bytes:
-        """Return the remaining bytes: Python's default would request 8 KiB at a time."""
+        """Return the remaining bytes in one request; Python's default reads 8 KiB at a time."""
         with self._explained():
             return self._native.read()
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Seek to a byte without a request to the store."""
+        """Move to a byte offset without a request to the store."""
         with self._explained():
             self._native.seek(offset, whence)
             return self._native.tell()
 
     def tell(self) -> int:
-        """Return the current position."""
+        """Return the current offset."""
         return self._native.tell()
 
     def close(self) -> None:
-        """Close the file."""
         if not self.closed:
             self._native.close()
         super().close()
@@ -205,7 +201,7 @@ def _info(path: ObjectKey) -> pafs.FileInfo:
 
 
 def _listed(folder: ObjectKey, *, recursive: bool) -> list[tuple[str, int | None]]:
-    """Return relative path and bytes of everything below a folder; the bytes are None for folders."""
+    """Return relative paths and sizes in bytes for everything below a folder; folders have size None."""
     import pyarrow.fs as pafs
 
     selector = pafs.FileSelector(_inner(folder), allow_not_found=True, recursive=recursive)
@@ -214,18 +210,18 @@ def _listed(folder: ObjectKey, *, recursive: bool) -> list[tuple[str, int | None
     begin = len(_inner(folder)) + 1
     sizes = {True: lambda info: info.size, False: lambda info: None}
     listed = [(info.path[begin:], sizes[info.is_file](info)) for info in found]
-    # Consoles of stores create an empty object to show a folder.
+    # Web consoles create an empty object to show a folder.
     return [(name, size) for name, size in listed if name and not name.endswith("/")]
 
 
 def _client(path: ObjectKey) -> pafs.FileSystem:
-    # One client per bucket, because buckets have their own regions.
+    # One client per bucket, because each bucket has its own region.
     return _connected(path.scheme, path.bucket, os.getpid())
 
 
 @cache
 def _connected(scheme: str, bucket: str, process: int) -> pafs.FileSystem:
-    """Return the client of a bucket's store, one for each process: its threads do not survive a fork."""
+    """Return the client for a bucket, cached per process: its threads do not survive a fork."""
     import pyarrow.fs as pafs
 
     try:
@@ -247,7 +243,7 @@ def _connected(scheme: str, bucket: str, process: int) -> pafs.FileSystem:
 
 
 def _s3_options(bucket: str) -> dict[str, Any]:
-    """Return options from environment variables that Arrow's client does not read itself."""
+    """Return options from environment variables that Arrow's client does not read."""
     import pyarrow.fs as pafs
 
     options: dict[str, Any] = {}
@@ -258,12 +254,12 @@ def _s3_options(bucket: str) -> dict[str, Any]:
         scheme, separator, host = endpoint.rpartition("://")
         options["endpoint_override"] = host.rstrip("/")
         options["scheme"] = scheme if separator else "https"
-        # Private stores have none, and the protocol requires one.
+        # Private stores have no regions, but the protocol requires one.
         region = region or "us-east-1"
     elif proxy:
         options["proxy_options"] = proxy
     if not region and "AWS_PROFILE" not in os.environ:
-        # The bucket's own region. Without an answer, rely on the client's guess.
+        # Look up the bucket's region; if that fails, rely on the client's guess.
         with contextlib.suppress(OSError):
             region = pafs.resolve_s3_region(bucket)
     if region:
@@ -274,7 +270,7 @@ def _s3_options(bucket: str) -> dict[str, Any]:
 
 
 def _gcs_options() -> dict[str, Any]:
-    """Return options for the emulator that Google's own clients would use, if there is one."""
+    """Return options for the emulator that Google's own clients would use, if configured."""
     emulator = os.environ.get("STORAGE_EMULATOR_HOST")
     if not emulator:
         return {}
@@ -283,7 +279,7 @@ def _gcs_options() -> dict[str, Any]:
 
 
 def _without_secrets(message: str) -> str:
-    """Return the first line of a library's message, without secrets from the environment."""
+    """Return the first line of a library's message with secrets from the environment masked."""
     for name in _SECRETS:
         secret = os.environ.get(name)
         if secret:
@@ -294,11 +290,11 @@ def _without_secrets(message: str) -> str:
 
 
 def _advice(path: ObjectKey, message: str) -> str:
-    """Return advice on what to check."""
+    """Suggest what to check."""
     keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (AWS_NO_SIGN_REQUEST=yes for a public bucket)"
     network = "Is the network up, and is AWS_ENDPOINT_URL right?"
     if path.scheme == "gs":
-        # Without keys the client requests some from the local machine, as if it were one of Google's.
+        # Without keys, the client requests them from the local metadata server, as if this host ran on Google Cloud.
         keys, network = "GOOGLE_APPLICATION_CREDENTIALS", "Is the network up, and GOOGLE_APPLICATION_CREDENTIALS set?"
     if any(word in message for word in ("NETWORK_CONNECTION", "connect", "resolve host")):
         return f"{network} deepspeed forwards variables of .deepspeed_env alone."

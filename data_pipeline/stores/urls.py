@@ -1,6 +1,6 @@
-"""Locations given by a user: a path, or a URL of an object store.
+"""Locations given by a user: a path or an object store URL.
 
-An ``ObjectPath`` has the methods of ``Path`` that the readers use, so that listing and reading work for both.
+``ObjectPath`` has the ``Path`` methods that the readers use, so listing and reading work for both.
 """
 
 from __future__ import annotations
@@ -20,41 +20,43 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 
 class ObjectPath(ObjectKey):
-    """A folder or an object of a store; ``locate`` makes it from a URL."""
+    """Folder or object in a store; ``locate`` creates it from a URL."""
 
     def __truediv__(self, name: str) -> ObjectPath:
         return ObjectPath(self.scheme, self.bucket, f"{self.key}/{name}".lstrip("/"))
 
     @property
     def name(self) -> str:
-        """The last component of the path."""
+        """Last path component."""
         return self.key.rpartition("/")[2] or self.bucket
 
     @property
     def parent(self) -> ObjectPath:
-        """The folder that holds it; a bucket is its own parent."""
+        """Parent folder; a bucket is its own parent."""
         return ObjectPath(self.scheme, self.bucket, self.key.rpartition("/")[0])
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """Open the object as a buffered, seekable file; raise FileNotFoundError if it is missing, else DataError."""
+        """Open the object as a buffered, seekable file; raise FileNotFoundError if it is missing, DataError if reading
+        fails.
+        """
         assert mode == "rb"
         return open_object(self)
 
     def read_bytes(self) -> bytes:
-        """Return the object's content; raise FileNotFoundError if there is none, DataError for other failures."""
+        """Return the object's content; raise FileNotFoundError if it is missing, DataError if reading fails."""
         with self.open() as file:
             return file.read()
 
     def is_file(self) -> bool:
-        """Return whether there is such an object; raise DataError if the store does not answer."""
+        """Return whether the object exists; raise DataError if the store does not answer."""
         return size_of(self) is not None
 
     def is_dir(self) -> bool:
-        """Return whether there are objects below it; raise DataError if the store does not answer."""
+        """Return whether objects exist below this path; raise DataError if the store does not answer."""
         return is_folder(self)
 
     def exists(self) -> bool:
-        """Return whether it is an object or a nonempty folder."""
+        """Return whether this is an object or a nonempty folder."""
         return self.is_file() or self.is_dir()
 
 
@@ -62,19 +64,19 @@ Location = Path | ObjectPath
 
 
 def is_url(spec: str) -> bool:
-    """Return whether a string begins like a URL."""
+    """Return whether a string has the form of a URL."""
     return _URL.fullmatch(spec) is not None
 
 
 def locate(spec: str | Path | ObjectPath) -> Location:
-    """Return the location that a user has named; raise DataError for a URL that names none."""
+    """Return the location for a user's path or URL; raise DataError for an invalid URL."""
     if not isinstance(spec, str):
         return spec
     match = _URL.fullmatch(spec)
     if match is None:
         return Path(spec)
     scheme, rest = match[1].lower(), match[2]
-    # First, and without showing the URL: the part before an @ may be a secret.
+    # Check this first and do not echo the URL: the part before an @ may be a secret.
     if "@" in rest.partition("/")[0]:
         raise DataError(
             f"a URL of {scheme}:// has a name or key before its @. Keys come from the environment, where no log shows "
@@ -91,8 +93,8 @@ def locate(spec: str | Path | ObjectPath) -> Location:
 
 
 def below(folder: str, name: str) -> str:
-    """Return the path of the folder ``name`` inside ``folder``."""
-    # A Path would collapse a URL's two slashes.
+    """Return the path to folder ``name`` inside ``folder``."""
+    # Path would collapse a URL's two slashes.
     if is_url(folder):
         return f"{folder.rstrip('/')}/{name}"
     return str(Path(folder) / name)
@@ -100,6 +102,8 @@ def below(folder: str, name: str) -> str:
 
 def _object_path(spec: str, scheme: str, rest: str) -> ObjectPath:
     bucket, _, key = rest.partition("/")
+    # S3 and Google Cloud Storage accept further characters in names. We accept only names that every Arrow client reads
+    # back unchanged, and that cannot be mistaken for patterns or query strings.
     if not _BUCKET.fullmatch(bucket):
         raise DataError(f"{spec}: {bucket!r} is no name of a bucket. Try {scheme}://BUCKET/FOLDER.")
     names = key.strip("/").split("/")

@@ -1,9 +1,4 @@
-"""Decision which documents of a corpus stay and which are held out, made once for all parts before encoding.
-
-Of each group the longest document stays, and among equally long ones the first. Then the next one in this order that is
-not similar to any that stays, and so on: every removed document is similar to one that stays, even if the group is a
-chain.
-"""
+"""Decides which documents in a corpus are kept and which are held out, once for all parts before encoding."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ def is_held_out(text_hash: int, fraction: float) -> bool:
 
 
 def are_held_out(text_hashes: np.ndarray, fraction: float) -> np.ndarray:
-    """Return ``is_held_out`` of every hash, bool [n]."""
+    """Apply ``is_held_out`` to every hash and return bool [n]."""
     return fall_below(text_hashes, fraction, SPLIT_SALT)
 
 
@@ -41,39 +36,42 @@ class Removal:
 
     documents: np.ndarray
     kept: np.ndarray
-    """For each a document that stays."""
+    """Kept document for each removed one."""
     is_exact: np.ndarray
-    """Whether it has the same text."""
+    """True if the texts are equal."""
     similarity: np.ndarray
-    """As the signatures estimate it; 1 of equal texts."""
+    """Similarity estimated from the signatures; 1 for equal texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Outcome of comparing all documents of a corpus."""
+    """Result of comparing all documents in a corpus."""
 
     removal: Removal
     placed: np.ndarray
-    """Documents that stay and fall on the side of the split where their group does, in order, int64 [n]."""
+    """Kept documents whose group determines their split, in order, int64 [n]."""
     is_held_out: np.ndarray
-    """Whether that is the validation side, bool [n]."""
+    """True for the validation split, bool [n]."""
     num_groups: int
-    """Groups of several documents, equal texts among them."""
+    """Groups with several documents, including equal texts."""
     largest_group: int
-    """Documents of the largest one."""
+    """Documents in the largest group."""
 
 
+# Within each group, documents are ranked by length (longest first) and then by source order. The first is kept; each
+# later one is kept unless it is similar to a document that is already kept. So every removed document is similar to a
+# kept one, even if the group is a chain a ~ b ~ c in which a and c are not similar.
 def decide(corpus: SignedCorpus, rule: DuplicateRule, validation_fraction: float) -> Decision:
-    """Compare all documents; return the removed ones, and the splits of the others of their groups."""
+    """Compare all documents; return the removed ones, and the splits for the others in their groups."""
     firsts = find_copies(corpus)
     groups = firsts
     if rule.finds_near:
         groups = find_groups(corpus, firsts, rule)
     members, groups = _in_groups(groups)
     firsts = firsts[members]
-    # From here on only group members: most documents of a corpus have no duplicate.
+    # Continue with group members only: most documents in a corpus have no duplicate.
     text_bytes = corpus.facts(members)["text_bytes"].astype(np.int64)
-    # Sort by group, and within a group by priority to stay.
+    # Sort by group, and within a group by rank.
     order = np.lexsort((members, -text_bytes, groups))
     members, groups, firsts = members[order], groups[order], firsts[order]
     is_first = np.diff(groups, prepend=-1) != 0
@@ -112,11 +110,11 @@ def _place(
     firsts: np.ndarray,
     validation_fraction: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the members of groups of several distinct texts and their split (held out or not), in source order."""
-    # The hash of the document with the highest priority decides: random, as for any single document.
+    """Return the members of groups with several distinct texts, and whether each is held out, in source order."""
+    # The highest-ranked document's hash decides: as random as for any single document.
     sides = are_held_out(corpus.facts(members[is_first])["hash"], validation_fraction)
     number = np.cumsum(is_first) - 1
-    # Equal texts are in the same split anyway.
+    # Equal texts share their hash and so their split.
     starts = firsts[is_first][number]
     several = np.zeros(len(sides), dtype=bool)
     several[number[firsts != starts]] = True
@@ -128,15 +126,15 @@ def _place(
 def _remove(
     corpus: SignedCorpus, members: np.ndarray, groups: np.ndarray, firsts: np.ndarray, rule: DuplicateRule
 ) -> Removal:
-    """Return the removed documents of all groups; members are sorted by group, then by priority to stay."""
+    """Return the removed documents from all groups; members are sorted by group and then by rank."""
     count = len(members)
     kept = members.copy()
     alike = np.ones(count)
     is_copy = members != firsts
     if rule.finds_near:
         _resemble(corpus, members, groups, np.flatnonzero(~is_copy), rule, kept, alike)
-    # Copies follow the first of equal texts: they equal it if it stays, or else resemble the same
-    # document.
+    # Copies follow the first of their equal texts: they equal it if it is kept, and otherwise resemble the document
+    # that replaces it.
     order = np.argsort(members)
     original = order[np.searchsorted(members, firsts, sorter=order)]
     kept[is_copy], alike[is_copy] = kept[original[is_copy]], alike[original[is_copy]]
@@ -155,13 +153,13 @@ def _resemble(
     kept: np.ndarray,
     alike: np.ndarray,
 ) -> None:
-    """Write for each member of ``rest`` (sorted positions) the document that stays instead, and their similarity.
+    """Write, for each member in ``rest`` (sorted positions), the kept document that replaces it and their similarity.
 
-    Works in rounds: in every group the first remaining document stays, and all that resemble it are removed.
+    Works in rounds: in every group the first remaining document is kept, and all that resemble it are removed.
     """
     while len(rest):
-        # All groups in one round: as many rounds as the most documents that a group keeps, not as many as
-        # groups.
+        # One round handles all groups: the number of rounds is the maximum number of kept documents per group, not the
+        # number of groups.
         is_leader = np.diff(groups[rest], prepend=-1) != 0
         leaders = rest[is_leader][np.cumsum(is_leader) - 1][~is_leader]
         rest = rest[~is_leader]

@@ -1,8 +1,7 @@
-"""Groups of documents in a corpus: equal texts, and near duplicates joined to groups by their pairs.
+"""Document groups in a corpus: equal texts, and near duplicates joined into groups by their pairs.
 
-Memory is 17 bytes a document, plus the slice of keys that is sorted (``SLICE_DOCUMENTS``), plus the signatures of the
-pairs that are compared at once. Everything else stays in the parts' files, in the system's page cache as far as it
-fits.
+Memory is 17 bytes per document, plus the slice of keys being sorted (``SLICE_DOCUMENTS``), plus the signatures of the
+pairs being compared. All other data stays in the parts' files, in the page cache as far as it fits.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ from data_pipeline.prepare.duplicates.signed import SignedCorpus
 
 _PAIRS_AT_ONCE = 1 << 16
 _MOST_LEADERS = 1024
-"""Documents of a band's run that all others of the run are compared with; those after them are among the others only.
+"""Documents in a run that are compared with all later ones; the rest are only compared with these.
 
-Without it a million documents that share a licence text, and are not similar beyond it, would take a week.
+Without this limit, a million documents that share a licence text, but are not similar otherwise, would take a week.
 """
 
 
 def find_copies(corpus: SignedCorpus) -> np.ndarray:
-    """Return for each document the first one with the same text, itself if there is no other: int64 [documents].
+    """Return, for each document, the first one with the same text (itself if there is no earlier one): int64
+    [documents].
 
-    Equal xxh3_128 and equal number of bytes count as the same text. (64 bits would not suffice: among ten billion
-    documents two different texts would be expected to collide.)
+    Texts are the same if both xxh3_128 and byte length are equal. (64 bits would not suffice: among ten billion
+    documents, two different texts would be expected to collide.)
     """
     firsts = np.arange(len(corpus))
     for documents, _ in corpus.runs(lambda part: part.facts["low"], np.zeros(len(corpus), dtype=bool)):
@@ -43,14 +43,17 @@ def find_copies(corpus: SignedCorpus) -> np.ndarray:
 
 
 def find_groups(corpus: SignedCorpus, firsts: np.ndarray, rule: DuplicateRule) -> np.ndarray:
-    """Return for each document the smallest number in its group of near duplicates, int64 [documents].
+    """Return, for each document, the smallest number in its group of near duplicates, int64 [documents].
 
     Groups are transitive. Two documents are joined if they share a band and their signatures agree in at least
-    ``rule.similarity`` of their values, or if they are equal.
+    ``rule.similarity`` of their values, or if their texts are equal.
     """
     union = _Union(firsts.copy())
-    # Copies are already joined: comparing them would only repeat the result of the first one.
+    # Copies are already joined, and comparing them would only repeat the first one's result.
     is_copy = firsts != np.arange(len(firsts))
+    # Locality-sensitive hashing: only documents that share a complete band are compared (``rule.bands``), so the cost
+    # follows the number of candidate pairs and not the square of the corpus size. Bands are processed one after the
+    # other to keep a single band's keys in memory.
     bands, _ = rule.bands()
     for band in range(bands):
         for documents, runs in corpus.runs(lambda part, band=band: part.bands[band], is_copy):
@@ -61,10 +64,10 @@ def find_groups(corpus: SignedCorpus, firsts: np.ndarray, rule: DuplicateRule) -
 
 
 def _pairs(documents: np.ndarray, runs: np.ndarray, union: _Union) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield pairs of documents of the same run that are in different groups at that moment, in batches.
+    """Yield pairs of documents in the same run that are still in different groups, in batches.
 
-    Pair each run's first document with all others of its run, then its second with those after it, and so on. Most runs
-    are a single group after the first round and cost no more.
+    Pairs each run's first document with all others in the run, then the second with those after it, and so on. Most
+    runs are a single group after the first round and cost no more.
     """
     leaders = np.flatnonzero(np.diff(runs, prepend=-1))
     stops = np.append(leaders[1:], len(runs))
@@ -82,13 +85,15 @@ def _pairs(documents: np.ndarray, runs: np.ndarray, union: _Union) -> Iterator[t
             apart = union.roots(first) != union.roots(second)
             if apart.any():
                 yield first[apart], second[apart]
-        # A run that is a single group is done.
+        # Drop runs that have become a single group.
         roots = union.roots(documents[at])
         joined = roots == np.repeat(union.roots(documents[leaders]), others)
         whole = np.logical_and.reduceat(joined, np.cumsum(others) - others)
         leaders, stops = leaders[~whole] + 1, stops[~whole]
 
 
+# Union-find over arrays: each number points towards its set's smallest member. Invariant: a parent is never larger than
+# its child, so there are no cycles, and joins only lower parents.
 class _Union:
     """Disjoint sets of numbers; each set is identified by its smallest member."""
 
@@ -97,7 +102,7 @@ class _Union:
 
     def roots(self, numbers: np.ndarray) -> np.ndarray:
         """Return the smallest member of each number's set."""
-        # All numbers at once, one step per round; the results are written back to keep paths short.
+        # Follow one step per round for all numbers at once, and write the roots back to keep paths short.
         found = self._parents[numbers]
         while True:
             above = self._parents[found]
@@ -108,11 +113,11 @@ class _Union:
         return found
 
     def join(self, first: np.ndarray, second: np.ndarray) -> None:
-        """Join the sets of every pair."""
+        """Join the two sets of every pair."""
         while len(first):
             first, second = self.roots(first), self.roots(second)
             apart = first != second
             low, high = np.minimum(first, second)[apart], np.maximum(first, second)[apart]
-            # A root may be joined to several others at once: the smallest wins, and the rest try again.
+            # A root may be joined to several others at once: the smallest wins, and the rest are retried.
             np.minimum.at(self._parents, high, low)
             first, second = low, high

@@ -1,6 +1,6 @@
-"""The decision about a corpus on disk: actions for the documents of each part, and the list of removed documents.
+"""A duplicate decision on disk: actions for each part's documents, and the list of removed documents.
 
-``NNNNN.bin`` has a row for each document of a part whose group has other members; ``duplicates.jsonl`` goes into the
+``NNNNN.bin`` has a row for each document in a part whose group has other members; ``duplicates.jsonl`` goes into the
 shard folder; ``decided.json`` is written last and validates them.
 """
 
@@ -34,30 +34,30 @@ _LOOKED_AT = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class DuplicateCounts:
-    """Statistics of the duplicates of a corpus."""
+    """Duplicate statistics for a corpus."""
 
     exact_documents: int
-    """Documents that were removed because an equal text stays."""
+    """Documents removed because an equal text is kept."""
     exact_bytes: int
-    """UTF-8 bytes of their text."""
+    """UTF-8 bytes in their texts."""
     near_documents: int
-    """Documents that were removed because a similar text stays."""
+    """Documents removed because a similar text is kept."""
     near_bytes: int
     groups: int
-    """Groups of several documents."""
+    """Groups with several documents."""
     largest_group: int
-    """Documents of the largest group."""
+    """Documents in the largest group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DuplicateExample:
-    """A document that was removed."""
+    """A removed document."""
 
     name: str
     kind: str
     """``exact`` or ``near``."""
     of: str
-    """The document that stays."""
+    """Name of the kept document."""
     similarity: float = 1.0
 
     def __str__(self) -> str:
@@ -72,15 +72,15 @@ class DuplicateReport:
 
     counts: DuplicateCounts
     about_tokens: int
-    """Tokens that the removed documents would have been, judging by the bytes of those that stay."""
+    """Approximate tokens in the removed documents, estimated from the kept documents' bytes per token."""
     examples: list[DuplicateExample]
-    """The first few removed documents of each kind."""
+    """First removed documents of each kind."""
     file: Location | None
-    """The whole list; None if nothing was removed."""
+    """Complete list, if any document was removed."""
 
 
 def read_report(folder: Location, manifest: Manifest) -> DuplicateReport | None:
-    """Return the duplicates recorded in a shard folder; None if its build did not look for any."""
+    """Return the duplicates recorded in a shard folder; None if its build did not look for them."""
     found = dict(manifest.duplicates)
     if not found:
         return None
@@ -93,12 +93,12 @@ def read_report(folder: Location, manifest: Manifest) -> DuplicateReport | None:
 
 
 def _read_examples(path: Location | None) -> list[DuplicateExample]:
-    """Return the first few lines of each kind."""
+    """Return the first lines of each kind."""
     if path is None:
         return []
     found: dict[str, list[DuplicateExample]] = {"exact": [], "near": []}
     with path.open("rb") as lines:
-        # The list may be as long as the corpus.
+        # The list may be as long as the corpus, so read only its start.
         for line in islice(lines, _LOOKED_AT):
             example = DuplicateExample(**json.loads(line))
             if len(found[example.kind]) < _EXAMPLES:
@@ -109,22 +109,23 @@ def _read_examples(path: Location | None) -> list[DuplicateExample]:
 FORMAT = "longctx-decided-1"
 _RECORD_FILE = "decided.json"
 _REMOVE, _TRAINING, _VALIDATION = 0, 1, 2
+# 17 bytes per document in a group; documents without duplicates have no row.
 _ROW = np.dtype([("document", "<i8"), ("hash", "<u8"), ("action", "u1")])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A decision that has been written to disk."""
+    """A decision written to disk."""
 
     counts: DuplicateCounts
     documents: list[int]
-    """Documents of each part when they were compared."""
+    """Documents per part when they were compared."""
     files: dict[str, str]
-    """xxh3_128 of each file."""
+    """xxh3_128 checksum per file."""
 
     @classmethod
     def load(cls, folder: Path) -> Outcome | None:
-        """Return the decision in a folder if all its files are intact; otherwise None."""
+        """Return the decision in a folder if all its files are intact."""
         body = load_record(folder / _RECORD_FILE, FORMAT)
         if body is None or not are_whole(folder, body["files"]):
             return None
@@ -133,21 +134,23 @@ class Outcome:
 
 def save_outcome(folder: Path, corpus: SignedCorpus, decision: Decision) -> Outcome:
     """Write a decision into a folder, which is emptied first."""
+    # Leftovers from a killed attempt would be hashed into the record.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     removal = decision.removal
     documents = np.concatenate([removal.documents, decision.placed])
     actions = np.full(len(documents), _REMOVE, dtype=np.uint8)
     actions[len(removal.documents) :] = np.where(decision.is_held_out, _VALIDATION, _TRAINING)
+    # Document numbers are unique: a document is either removed or placed.
     order = np.argsort(documents)
     documents, actions = documents[order], actions[order]
-    # First row of each part: documents are numbered through all parts.
+    # First row per part: documents are numbered across all parts.
     borders = np.searchsorted(documents, corpus.starts)
     for number in range(len(corpus.parts)):
         here = slice(borders[number], borders[number + 1])
         rows = np.empty(borders[number + 1] - borders[number], dtype=_ROW)
         rows["document"] = documents[here] - corpus.starts[number]
-        # Each row has the text's hash, so that the second pass notices a changed source.
+        # Each row has the text's hash, so that the second pass detects a changed source.
         rows["hash"] = corpus.parts[number].facts["hash"][rows["document"]]
         rows["action"] = actions[here]
         rows.tofile(folder / part_file(number))
@@ -169,12 +172,12 @@ def part_file(number: int) -> str:
 
 @dataclass(frozen=True)
 class PartDecision:
-    """Decision about the documents of one part."""
+    """Decision about one part's documents."""
 
     path: Path
     """The part's file."""
     documents: int
-    """How many the part had when its texts were compared."""
+    """The part's document count when its texts were compared."""
 
     def applied(self, documents: Iterable[Document]) -> Iterator[tuple[Document, bool | None]]:
         """Yield each kept document and whether it is held out; None if its own hash decides.
@@ -183,12 +186,14 @@ class PartDecision:
         """
         rows = np.fromfile(self.path, dtype=_ROW)
         places, hashes, actions = rows["document"].tolist(), rows["hash"].tolist(), rows["action"].tolist()
+        # Merge join: rows are sorted by document, and documents arrive in the same order.
         at = count = 0
         for number, document in enumerate(documents):
             count += 1
             if at == len(places) or places[at] != number:
                 yield document, None
                 continue
+            # Only documents in a group are checked here; the total count below detects added and removed ones.
             if xxhash.xxh3_64_intdigest(document.text.encode()) != hashes[at]:
                 raise DataError(_changed(document.name))
             action = actions[at]
@@ -207,7 +212,7 @@ def _changed(what: str) -> str:
 
 
 def _write_list(folder: Path, corpus: SignedCorpus, decision: Decision) -> None:
-    """Write a line for each removed document; no file if none is removed."""
+    """Write one line per removed document; without removed documents, write no file."""
     removal = decision.removal
     if not len(removal.documents):
         return

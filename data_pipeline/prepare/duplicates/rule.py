@@ -1,4 +1,4 @@
-"""Definition of duplicates and their treatment: the options of ``data build``, validated."""
+"""Definition and treatment of duplicates: the validated options for ``data build``."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ UNITS = ("words", "characters")
 DEFAULT_SIMILARITY, DEFAULT_PERMUTATIONS = 0.8, 128
 _DEFAULT_SIZES = {"words": 5, "characters": 9}
 _FOUND_AT_THRESHOLD = 0.99
-"""The least chance of a pair whose similarity is just the threshold to be compared."""
+"""Minimum probability that a pair exactly at the similarity threshold is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DuplicateRule:
-    """Options for finding duplicates and treating them."""
+    """Options for finding and treating duplicates."""
 
     kind: str = "keep"
-    """``keep`` looks for none; ``exact`` removes equal texts, ``near`` also similar ones; ``together`` removes nothing,
-    and has similar texts fall on one side of the validation split."""
+    """``keep``: no search. ``exact``: remove equal texts. ``near``: also remove similar texts. ``together``: remove no
+    texts, but assign similar ones to the same split."""
     similarity: float = DEFAULT_SIMILARITY
-    """Jaccard similarity of two texts' shingles from which on they are near duplicates, as signatures estimate it."""
+    """Minimum estimated Jaccard similarity between two texts' shingles to count as near duplicates."""
     shingles: str = "words"
-    """What shingles are runs of: ``words`` or ``characters``."""
+    """Shingle unit: ``words`` or ``characters``."""
     shingle_size: int | None = None
-    """Length of those runs: 5 words or 9 characters unless given."""
+    """Units per shingle; default 5 words or 9 characters."""
     permutations: int = DEFAULT_PERMUTATIONS
-    """Values of a signature: the estimate's standard deviation is at most half of one by their square root."""
+    """Values per signature: the estimate's standard deviation is at most 0.5 / √permutations."""
 
     def __post_init__(self) -> None:
         """Raise ``DataError`` if a value is out of range or would have no effect."""
@@ -48,7 +48,7 @@ class DuplicateRule:
             )
         if not 1 <= self.size <= 1000:
             raise DataError(f"shingle_size={self.size} must be from 1 to 1000. Try {_DEFAULT_SIZES[self.shingles]}.")
-        # An option without effect usually means that the other one is wrong.
+        # An option without effect usually means that another option is missing.
         described = (self.similarity, self.shingles, self.shingle_size, self.permutations)
         if not self.finds_near and described != (DEFAULT_SIMILARITY, "words", None, DEFAULT_PERMUTATIONS):
             raise DataError(
@@ -63,7 +63,7 @@ class DuplicateRule:
 
     @property
     def finds_near(self) -> bool:
-        """True if similar texts are looked for."""
+        """True if similar texts are found too."""
         return self.kind in ("near", "together")
 
     @property
@@ -73,17 +73,20 @@ class DuplicateRule:
 
     @property
     def size(self) -> int:
-        """Words or characters of a shingle."""
+        """Words or characters per shingle."""
         if self.shingle_size is None:
             return _DEFAULT_SIZES[self.shingles]
         return self.shingle_size
 
     def bands(self) -> tuple[int, int]:
-        """Return the number of bands of a signature and the values of each; texts that share a band are compared.
+        """Return the number of bands per signature and the values per band; texts that share a band are compared.
 
-        Choose the longest bands, for the fewest useless comparisons, with which 99 % of the pairs at the threshold
+        These are the longest bands, so the fewest useless comparisons, for which 99 % of the pairs at the threshold
         share one.
         """
+        # Banding (Leskovec, Rajaraman and Ullman, "Mining of Massive Datasets", §3.4): with b bands and r values per
+        # band, two texts with similarity s share a band with probability 1 − (1 − s^r)^b. Longer bands give fewer
+        # false candidates and more misses.
         for rows in range(self.permutations, 1, -1):
             count = self.permutations // rows
             if shares_a_band(self.similarity, count, rows) >= _FOUND_AT_THRESHOLD:
@@ -91,7 +94,7 @@ class DuplicateRule:
         return self.permutations, 1
 
     def options(self) -> dict[str, Any]:
-        """Return the options that affect the result, JSON-able; empty without a search, as in older releases."""
+        """Return the options that affect the result as JSON values; empty without a search, as in older releases."""
         if not self.finds:
             return {}
         found: dict[str, Any] = {"kind": self.kind}
@@ -103,5 +106,5 @@ class DuplicateRule:
 
 
 def shares_a_band(similarity: float, bands: int, rows: int) -> float:
-    """Return the chance that two texts of this similarity share one of ``bands`` bands of ``rows`` values (S-curve)."""
+    """Return the probability that two texts with this similarity share one of ``bands`` bands of ``rows`` values."""
     return 1 - (1 - similarity**rows) ** bands

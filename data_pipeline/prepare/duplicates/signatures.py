@@ -1,9 +1,5 @@
-"""MinHash signatures: the share of equal values of two signatures estimates the Jaccard similarity of their shingles.
-
-Each shingle is hashed once, not once for each value: the hash range is divided into as many parts as a signature has
-values, and each value is the smallest hash in its part (one permutation hashing; Li, Owen and Zhang 2012). An empty
-part takes the value of another part, in an order that is the same for all texts (optimal densification; Shrivastava
-2017). 16 bits of each value are kept (b-bit minwise hashing; Li and König 2010).
+"""MinHash signatures: the fraction of equal values in two signatures estimates the Jaccard similarity of their
+shingles.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from data_pipeline.prepare.duplicates.units import unit_hashes
 from longctx.mixing import mix64, mix64_array
 
 GROUP_CHARACTERS = 1 << 18
-"""Text that is hashed at once: its arrays fit into a processor's cache."""
+"""Characters hashed at once: the arrays fit into a processor's cache."""
 _LEAST_CHARACTERS = 64
 _EMPTY = np.uint64(0xFFFFFFFFFFFFFFFF)
 _DONOR_SALT = 0x646F6E6F72
@@ -27,40 +23,50 @@ _MOST_DONORS = 1024
 
 @dataclass(kw_only=True)
 class _Open:
-    """A text that is partly hashed."""
+    """A partly hashed text."""
 
     name_hash: int
-    """What a text without any unit is told apart by."""
+    """Hash that identifies a text without any unit."""
     values: np.ndarray
-    """The smallest hash in each part, uint64 [permutations]."""
+    """Smallest hash per part, uint64 [permutations]."""
     last: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
-    """Its last units, fewer than a shingle has."""
+    """The text's last units, fewer than a shingle has."""
     has_shingles: bool = False
 
 
+# MinHash (Broder, "On the resemblance and containment of documents", 1997): the smallest hash over a shingle set agrees
+# between two sets with probability equal to their Jaccard similarity. Three refinements make it cheap:
+#
+#   * One permutation hashing (Li, Owen and Zhang, 2012): each shingle is hashed once and not once per value. The hash
+#     range is divided into as many parts as a signature has values, and each value is the smallest hash in its part.
+#   * Optimal densification (Shrivastava, 2017): an empty part copies another part's value, in an order that is the same
+#     for all texts, so that the estimate stays unbiased for short texts.
+#   * b-bit minwise hashing (Li and König, 2010): only 16 bits per value are stored.
+#
+# Signatures depend only on the text, not on how it is split into groups; stored signatures stay comparable.
 class Signer:
-    """Computes signatures of a sequence of texts, long ones in pieces. Memory is that of one group."""
+    """Computes signatures for a sequence of texts, long ones in pieces. Memory is bounded by one group."""
 
     def __init__(self, rule: DuplicateRule) -> None:
         self._count, self._size, self._unit = rule.permutations, rule.size, rule.shingles
         self._open: list[_Open] = []
         self._group: list[tuple[int, str]] = []
-        """Pieces of texts in lower case, with the text's number among the open ones."""
+        """Lower-case text pieces, each with its text's index among the open ones."""
         self._characters = 0
         numbers = np.arange(self._size, dtype=np.uint64)
-        # Odd, and different for each position: a shingle depends on the order of its words.
+        # Odd, and different for each position, so that a shingle depends on the order of its words.
         self._factors = mix64_array(numbers) | np.uint64(1)
         self._donors = _donors(self._count)
-        # A different function for each position: texts of one shingle have the same hash at all positions, and 16 bits
-        # of a single function would make every 65,536th pair of them equal.
+        # A different hash function per value: a text with a single shingle has the same hash in all parts, and with 16
+        # bits from one function every 65,536th pair of such texts would be equal.
         self._salts = mix64_array(np.arange(self._count, dtype=np.uint64))
 
     def add(self, text: str, text_hash: int) -> Iterator[np.ndarray]:
-        """Take a text; yield signatures, uint16 [n, permutations], of finished texts, in order."""
+        """Add a text; yield signatures, uint16 [n, permutations], for finished texts, in order."""
         self._open.append(_Open(name_hash=text_hash, values=np.full(self._count, _EMPTY)))
         for piece in _pieces(text):
             self._group.append((len(self._open) - 1, piece.lower()))
-            # Short texts count for more, because each needs its kilobyte of values.
+            # Give short texts a minimum weight, because each needs its kilobyte of values.
             self._characters += max(len(piece), _LEAST_CHARACTERS)
             if self._characters >= GROUP_CHARACTERS:
                 self._hash_group()
@@ -73,16 +79,16 @@ class Signer:
         yield self._take(len(self._open))
 
     def _hash_group(self) -> None:
-        """Hash all pending pieces at once and update the values of the open texts."""
+        """Hash all pending pieces at once and update the open texts' values."""
         group, self._group, self._characters = self._group, [], 0
         if not group:
             return
-        # Joined with newlines, so that no word spans two texts.
+        # Join with newlines, so that no word spans two texts.
         points = _code_points("\n".join(piece for _, piece in group))
         ends = np.cumsum([len(piece) + 1 for _, piece in group])
         hashes, starts = unit_hashes(points, self._unit)
         texts = np.array([number for number, _ in group])[np.searchsorted(ends, starts, side="right")]
-        # Only the first text can have begun in an earlier group.
+        # Only the first text can have started in an earlier group.
         first = self._open[group[0][0]]
         hashes = np.concatenate([first.last, hashes])
         texts = np.concatenate([np.full(len(first.last), group[0][0]), texts])
@@ -93,18 +99,18 @@ class Signer:
         combined = np.zeros(shingles, dtype=np.uint64)
         for place, factor in enumerate(self._factors):
             combined += hashes[place : place + shingles] * factor
-        # Drop shingles that begin in one text and end in the next.
+        # Drop shingles that start in one text and end in the next.
         within = texts[:shingles] == texts[self._size - 1 :]
         self._lower(mix64_array(combined[within]), texts[:shingles][within])
 
     def _lower(self, hashes: np.ndarray, texts: np.ndarray) -> None:
-        """Merge the hashes of shingles into the values of their texts."""
-        # Texts before this group's first are done and only wait to be taken.
+        """Merge shingle hashes into their texts' values."""
+        # Texts before this group's first are complete and only wait to be returned.
         first = texts[0] if len(texts) else 0
         values = np.array([text.values for text in self._open[first:]])
         parts = ((hashes >> np.uint64(32)) * np.uint64(self._count)) >> np.uint64(32)
         places = (texts - first) * self._count + parts.astype(np.int64)
-        # The hash's upper half selects the part, so the smallest hash of a part is the smallest of its range.
+        # The hash's upper half selects the part, so a part's smallest hash is also the smallest in its range.
         np.minimum.at(values.reshape(-1), places, hashes)
         for text, lowered in zip(self._open[first:], values, strict=True):
             text.values = lowered
@@ -112,14 +118,14 @@ class Signer:
             self._open[number].has_shingles = True
 
     def _keep_last(self, group: list[tuple[int, str]], hashes: np.ndarray, texts: np.ndarray) -> None:
-        """Keep the units of each text that its next shingle begins with, or all of them if it has no shingle."""
+        """Keep each text's last units, with which its next shingle starts, or all units if it has no shingle yet."""
         for number in dict.fromkeys(number for number, _ in group):
             stop = int(np.searchsorted(texts, number, side="right"))
             start = int(np.searchsorted(texts, number, side="left"))
             self._open[number].last = hashes[max(start, stop - self._size + 1) : stop]
 
     def _take(self, count: int) -> np.ndarray:
-        """Return the signatures of the first ``count`` open texts, which are done."""
+        """Return the signatures of the first ``count`` open texts, which are complete."""
         done, self._open = self._open[:count], self._open[count:]
         if not done:
             return np.empty((0, self._count), dtype=np.uint16)
@@ -131,7 +137,9 @@ class Signer:
         return (mix64_array(values ^ self._salts) >> np.uint64(48)).astype(np.uint16)
 
     def _short(self, text: _Open) -> np.ndarray:
-        """Return the values of a text shorter than a shingle: it is one shingle; without units, its bytes are."""
+        """Return the values for a text shorter than a shingle, which counts as one shingle; without units, use its text
+        hash.
+        """
         whole = text.name_hash
         if len(text.last):
             whole = 0
@@ -141,7 +149,7 @@ class Signer:
 
 
 def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """Return a hash of each band of each signature, uint64 [n, bands]."""
+    """Return a hash per band and signature, uint64 [n, bands]."""
     cut = signatures[:, : bands * rows].reshape(len(signatures), bands, rows).astype(np.uint64)
     keys = np.zeros((len(signatures), bands), dtype=np.uint64)
     for row in range(rows):
@@ -150,19 +158,19 @@ def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
 
 
 def similarity(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return the estimated similarity of two arrays of signatures [n, permutations], row by row, float64 [n]."""
+    """Estimate the similarity of two signature arrays [n, permutations], row by row, float64 [n]."""
     return np.count_nonzero(first == second, axis=1) / first.shape[1]
 
 
 def _code_points(text: str) -> np.ndarray:
-    """Return the characters as numbers: uint8 if all are ASCII, otherwise uint32."""
+    """Return the characters as numbers: uint8 if all are ASCII, uint32 otherwise."""
     if text.isascii():
         return np.frombuffer(text.encode("ascii"), dtype=np.uint8)
     return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces of at most one group, cut before a space if possible; an empty text is a piece too."""
+    """Yield a text in pieces up to one group long, cut before a space if possible; an empty text is one piece."""
     start = 0
     while len(text) - start > GROUP_CHARACTERS:
         stop = start + GROUP_CHARACTERS
@@ -175,14 +183,14 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _donors(count: int) -> np.ndarray:
-    """Return for each try the part that each empty part takes its value from, int64 [tries, count]."""
+    """Return, for each attempt, the part from which each empty part takes its value, int64 [attempts, count]."""
     tries = np.arange(_MOST_DONORS, dtype=np.uint64)[:, None] * np.uint64(count)
     hashes = mix64_array(mix64_array(tries + np.arange(count, dtype=np.uint64)) ^ np.uint64(_DONOR_SALT))
     return ((hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)).astype(np.int64)
 
 
 def _fill(values: np.ndarray, donors: np.ndarray) -> None:
-    """Give every empty part of texts [n, count] the value of a part that is not empty."""
+    """Fill every empty part in texts [n, count] with the value of a nonempty part."""
     found = values.copy()
     texts, parts = np.nonzero(found == _EMPTY)
     for donor in donors:
@@ -190,8 +198,8 @@ def _fill(values: np.ndarray, donors: np.ndarray) -> None:
             return
         taken = found[texts, donor[parts]]
         values[texts, parts] = taken
-        # The donor may be empty too: then try again.
+        # The donor may be empty too: retry with the next one.
         missing = taken == _EMPTY
         texts, parts = texts[missing], parts[missing]
-    # Long signatures of texts with only one or two shingles.
+    # Fallback for long signatures of texts with only one or two shingles.
     values[texts, parts] = found[texts].min(axis=1)

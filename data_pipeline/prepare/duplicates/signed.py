@@ -1,9 +1,8 @@
-"""Per-part files for comparing texts with all others: hashes, signatures and names.
+"""Per-part files for comparing texts across a corpus: hashes, signatures and names.
 
-``documents.bin`` has a row of 32 bytes a document. If near duplicates are looked for, ``signatures.bin`` has the values
-of signatures and ``bands.bin`` the keys of their bands, one band after the other, so that a band is read without the
-others. ``names.bin`` has the names and ``ends.bin`` the end of each. The record is written last and validates all of
-them.
+``documents.bin`` has a 32-byte row per document. For near duplicates, ``signatures.bin`` has the signature values and
+``bands.bin`` the band keys, band after band, so that one band is read without the others. ``names.bin`` has the names
+and ``ends.bin`` each name's end. The record is written last and validates all files.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from longctx.files import sync_path
 FORMAT = "longctx-signed-1"
 RECORD_FILE = "signed.json"
 FACTS = np.dtype([("low", "<u8"), ("high", "<u8"), ("hash", "<u8"), ("text_bytes", "<u8")])
-"""xxh3_128 of the text in two halves, its xxh3_64, which shards have and the splits go by, and its bytes."""
+"""xxh3_128 of the text in two halves, its xxh3_64 (as in shards, decides the split), and its bytes."""
 _DOCUMENTS, _SIGNATURES, _KEYS, _BANDS = "documents.bin", "signatures.bin", "keys.tmp", "bands.bin"
 _NAMES, _ENDS = "names.bin", "ends.bin"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignedRecord:
-    """Record of a part whose texts are hashed."""
+    """Record for a part with hashed texts."""
 
     documents: int
     text_bytes: int
     files: dict[str, str]
-    """xxh3_128 of each file."""
+    """xxh3_128 checksum per file."""
 
     @classmethod
     def load(cls, folder: Path) -> SignedRecord | None:
-        """Return the record of a part if all its files are intact; None if one is missing or damaged."""
+        """Return a part's record if all its files are intact."""
         body = load_record(folder / RECORD_FILE, FORMAT)
         if body is None or not are_whole(folder, body["files"]):
             return None
@@ -51,7 +50,7 @@ class SignedRecord:
 
 
 class SignedWriter:
-    """Writer of the files of one part. Memory is that of one group of texts, for any number of documents."""
+    """Writer for one part's files. Memory is bounded by one group of texts, for any number of documents."""
 
     def __init__(self, folder: Path, rule: DuplicateRule) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -87,23 +86,23 @@ class SignedWriter:
             self._write_bands()
         self._close()
         (self._folder / _KEYS).unlink(missing_ok=True)
-        # The record validates every file: all must be on disk before it.
+        # The record validates every file, so all must be on disk first.
         record = SignedRecord(documents=self.documents, text_bytes=self.text_bytes, files=sync_files(self._folder))
         save_record(self._folder / RECORD_FILE, FORMAT, dataclasses.asdict(record))
         sync_path(self._folder)
         return record
 
     def _write_signatures(self, signatures: Iterator[np.ndarray]) -> None:
-        """Write signatures, and the keys of their bands, text by text."""
+        """Write signatures and their band keys, text by text."""
         for some in signatures:
             self._write(_SIGNATURES, some.tobytes())
-            # Text by text, as they come; transposed when all are written.
+            # Keys arrive text by text and are transposed once all are written.
             self._write(_KEYS, band_keys(some, *self._rule.bands()).tobytes())
 
     def _write_bands(self) -> None:
-        """Write the keys again, band by band."""
+        """Rewrite the keys band by band."""
         bands, _ = self._rule.bands()
-        # Mapped, not read: a part may have millions of small documents.
+        # Map the file: a part may have millions of small documents.
         keys = np.memmap(self._folder / _KEYS, dtype=np.uint64, mode="r").reshape(-1, bands)
         for band in range(bands):
             self._write(_BANDS, keys[:, band].tobytes())
@@ -120,7 +119,7 @@ class SignedWriter:
 
 
 class PartNames:
-    """Memory-mapped names of a part's documents."""
+    """Memory-mapped document names in a part."""
 
     def __init__(self, names: np.ndarray, ends: np.ndarray) -> None:
         self._names, self._ends = names, ends
@@ -135,7 +134,7 @@ class PartNames:
 class SignedPart:
     """Files of one part. Each is mapped on access, and closed when its array is no longer used.
 
-    A corpus has thousands of parts: keeping them open would exceed the limit of open files.
+    A corpus has thousands of parts: keeping them open would exceed the limit on open files.
     """
 
     def __init__(self, folder: Path, documents: int, rule: DuplicateRule) -> None:
@@ -154,11 +153,11 @@ class SignedPart:
 
     @property
     def bands(self) -> np.ndarray:
-        """Keys, uint64 [bands, documents]."""
+        """Band keys, uint64 [bands, documents]."""
         return self._map(_BANDS, np.dtype("<u8")).reshape(self._rule.bands()[0], self.documents)
 
     def names(self) -> PartNames:
-        """Return the names of the documents."""
+        """Return the document names."""
         return PartNames(self._map(_NAMES, np.dtype(np.uint8)), self._map(_ENDS, np.dtype("<u8")))
 
     def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
@@ -169,10 +168,10 @@ class SignedPart:
 
 
 SLICE_DOCUMENTS = 1 << 22
-"""About how many documents' keys are sorted at once: of a larger corpus they are taken by their first bits."""
+"""Approximate number of documents whose keys are sorted at once; a larger corpus is divided by its keys' first bits."""
 
 _MAPPED_NAMES = 64
-"""Parts whose names are mapped at once, two open files each."""
+"""Parts whose names are mapped at once, with two open files each."""
 
 
 class SignedCorpus:
@@ -181,38 +180,39 @@ class SignedCorpus:
     def __init__(self, parts: Sequence[SignedPart]) -> None:
         self.parts = parts
         self.starts = np.cumsum([0] + [part.documents for part in parts])
-        """The number of each part's first document, and of all."""
-        # Removed documents come in order, the kept ones from anywhere.
+        """Each part's first document number, followed by the total."""
+        # Removed documents come in order, but their kept counterparts may be in any part.
         self._names = lru_cache(maxsize=_MAPPED_NAMES)(lambda number: parts[number].names())
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def runs(self, column: Callable[[SignedPart], np.ndarray], leave: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield documents that share a key with another one, int64 [2, n]: their numbers, and those of their runs.
+        """Yield documents that share a key, int64 [2, n]: document numbers and run numbers.
 
-        A run has a single key; runs follow one another, and the documents of a run are in order. ``column`` returns a
+        Documents in a run have the same key; runs follow one another, with documents in order. ``column`` returns a
         part's keys, uint64. Documents in the mask ``leave`` are skipped.
         """
+        # External sort by key range: a slice holds all documents with keys in one interval, so equal keys meet in one
+        # slice and memory stays bounded for any corpus size.
         slices = max(1, -(-len(self) // SLICE_DOCUMENTS))
         for number in range(slices):
-            # Equal keys are in the same slice, regardless of their parts.
             keys, documents = self._slice(column, leave, number, slices)
             order = np.argsort(keys, kind="stable")
             keys, documents = keys[order], documents[order]
             is_first = np.ones(len(keys), dtype=bool)
             is_first[1:] = keys[1:] != keys[:-1]
-            # Alone: the first of its run, and the next one is too.
+            # A document is alone if it starts its run and the next document starts another.
             is_alone = is_first & np.append(is_first[1:], True)
             numbers = np.cumsum(is_first)[~is_alone]
             yield np.stack([documents[~is_alone], numbers])
 
     def gather(self, documents: np.ndarray, rows: Callable[[SignedPart], np.ndarray]) -> np.ndarray:
-        """Return the rows of documents, which may be in any order."""
+        """Return the rows for documents in any order."""
         parts = np.searchsorted(self.starts, documents, side="right") - 1
         first = rows(self.parts[0])
         found = np.empty((len(documents), *first.shape[1:]), dtype=first.dtype)
-        # Part by part: a file is mapped once for all requested rows.
+        # Go part by part, so that a file is mapped once for all requested rows.
         for part in np.unique(parts):
             here = np.flatnonzero(parts == part)
             found[here] = rows(self.parts[part])[documents[here] - self.starts[part]]
@@ -227,14 +227,14 @@ class SignedCorpus:
         return self.gather(documents, lambda part: part.facts)
 
     def name(self, document: int) -> str:
-        """Return the name of a document."""
+        """Return a document's name."""
         part = int(np.searchsorted(self.starts, document, side="right")) - 1
         return self._names(part)[document - int(self.starts[part])]
 
     def _slice(
         self, column: Callable[[SignedPart], np.ndarray], leave: np.ndarray, number: int, slices: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys and numbers of the documents whose key is in a slice of the key range."""
+        """Return the keys and numbers of documents with a key in one slice of the key range."""
         keys, documents = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.int64)]
         for part, start in zip(self.parts, self.starts.tolist(), strict=False):
             found = column(part)

@@ -1,7 +1,7 @@
-"""Texts as runs of hashed words or characters, a hundred thousand characters at a time: numpy's loops, not Python's.
+"""Texts as hashed words or characters, vectorized over a hundred thousand characters at a time.
 
-A word is a run of letters, digits and ``_``. Scripts that put no spaces between words (Chinese, Japanese, Thai, Lao,
-Burmese, Khmer) and pictographs give a unit for each character. Case and the characters between words do not count.
+A word consists of letters, digits and ``_``. In scripts without spaces between words (Chinese, Japanese, Thai, Lao,
+Burmese, Khmer) and in pictographs each character is a unit. Case and the characters between words do not count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from longctx.mixing import GOLDEN, mix64_array
 
 _BETWEEN, _IN_WORD, _ALONE = 0, 1, 2
-# Ranges of code points, not Python's own tables, which change with its version: signatures must not change.
+# Our own code point ranges: Python's tables change with its version, but signatures must not.
 _RANGES = (
     (0x30, 0x39, _IN_WORD),
     (0x41, 0x5A, _IN_WORD),
@@ -49,12 +49,12 @@ _RANGES = (
 )
 _LAST = 0x40000
 _BASE = np.uint64(GOLDEN)
-"""Of the polynomial that hashes a word: odd, so that a word's place can be divided out."""
+"""Base of the polynomial that hashes a word: odd, so that a word's position can be divided out."""
 _INVERSE = np.uint64(pow(GOLDEN, -1, 1 << 64))
 
 
 def unit_hashes(points: np.ndarray, unit: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of the units of a text, uint64, and the index of each unit's first character.
+    """Return the hashes of a text's units, uint64, and the index of each unit's first character.
 
     ``points`` are code points in lower case, uint8 or uint32.
     """
@@ -66,12 +66,12 @@ def unit_hashes(points: np.ndarray, unit: str) -> tuple[np.ndarray, np.ndarray]:
     joins = np.zeros(len(points) + 1, dtype=bool)
     # True if a character and the previous one are in the same word.
     np.logical_and(in_word[1:], in_word[:-1], out=joins[1:-1])
-    # A unit begins and ends where no word continues; characters between units belong to none.
+    # A unit starts and ends at word boundaries; characters between units are ignored.
     counts = in_word | alone
     starts = np.flatnonzero(counts & ~joins[:-1])
     stops = np.flatnonzero(counts & ~joins[1:]) + 1
-    # Σ cᵢ·baseⁱ over a word is a difference of two prefix sums; dividing by base^start makes it independent of the
-    # word's position. All modulo 2^64.
+    # Polynomial hash (Karp and Rabin, 1987) for all words at once: Σ cᵢ·baseⁱ over a word is a difference of two prefix
+    # sums, and dividing by base^start makes it independent of the word's position. All arithmetic is modulo 2^64.
     powers, inverses = _powers(len(points))
     sums = np.empty(len(points) + 1, dtype=np.uint64)
     sums[0] = 0
@@ -86,7 +86,7 @@ def _table(unit: str) -> np.ndarray:
     table = np.zeros(_LAST + 1, dtype=np.uint8)
     for first, last, kind in _RANGES:
         table[first : last + 1] = kind
-    # Every visible character, including punctuation, which is dropped for words.
+    # Every visible character, including punctuation, which words ignore.
     if unit == "characters":
         table[0x21:] = _ALONE
         table[0x7F:0xA1] = _BETWEEN

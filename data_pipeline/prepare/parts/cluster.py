@@ -1,8 +1,8 @@
-"""Encoding of parts on a Ray cluster; the only file that uses Ray.
+"""Encodes parts on a Ray cluster; the only module that uses Ray.
 
-Ray moves orders and records between our own processes as pickles; no user data is unpickled. Each attempt at a part is
-written into its own folder, which this process renames to the part's name when the record has arrived. So a worker that
-is presumed dead, or outlives the build that started it, cannot do damage.
+Ray moves tasks and records between our own processes as pickles; user data is never unpickled. Each attempt at a part
+writes its own folder, which this process renames to the part's name once the record has arrived. So a worker that is
+presumed dead, or outlives the build that started it, cannot do damage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from longctx.files import sync_path, write_synced
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""How often a part is handed out before the build ends: what kills its workers may be the part itself."""
+"""Maximum attempts per part before the build ends: the part itself may kill its workers."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_TO_CONNECT = 10.0
 _SECONDS_TO_START = 120.0
@@ -43,11 +43,11 @@ _REASON_CHARACTERS = 240
 
 @contextlib.contextmanager
 def open_cluster(address: str | None = None, *, say: Callable[[str], None] = logger.info) -> Iterator[RayEngine]:
-    """Yield an engine of the cluster at ``address``, connected until the block ends.
+    """Yield an engine for the cluster at ``address``, connected until the block ends.
 
-    Without an address Ray chooses: ``RAY_ADDRESS``, else a cluster that runs on this machine, else a new local one,
-    which ends with the block. An existing connection of the process is used and kept. Raises ConfigError without Ray,
-    and ClusterError if no cluster answers.
+    Without an address Ray chooses: ``RAY_ADDRESS``, a cluster running on this machine, or a new local one that ends
+    with the block. An existing connection is used and kept. Raises ConfigError without Ray, and ClusterError if no
+    cluster answers.
     """
     ray = _import_ray()
     ours = not ray.is_initialized()
@@ -111,7 +111,7 @@ def _no_answer(address: str, reason: str) -> str:
 
 def _nodes(ray: Any) -> list[dict[str, Any]]:
     """Return the nodes that can work: those to which a part may be assigned."""
-    # A head node is often configured without a CPU, and then need not see the files.
+    # A head node is often configured without a CPU and may not see the files.
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
 
@@ -120,13 +120,13 @@ def _name(node: dict[str, Any]) -> str:
 
 
 class RayEngine:
-    """Workers of a Ray cluster, one CPU each; built by ``open_cluster``."""
+    """Engine with one worker per CPU in a Ray cluster; see ``open_cluster``."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
 
     def carry_out(self, orders: Sequence[Order], crew: Crew, *, advance: Advance, finished: OnPart) -> None:
-        """Carry out all orders. If a worker or node is lost, its part is retried, at most ``ATTEMPTS`` times in all."""
+        """Carry out all orders, retrying a part up to ``ATTEMPTS`` times in total if its worker or node is lost."""
         if not orders:
             return
         nodes = _nodes(self._ray)
@@ -136,7 +136,7 @@ class RayEngine:
         _sweep(orders)
         with _shown(crew.staging.folder) as look:
             self._check_nodes(nodes, look)
-            # One copy on each node, for any number of workers.
+            # Put the setup into Ray's object store: one copy per node, for any number of workers.
             setup = self._ray.put(Setup.of(crew.job, crew.tokenizer, threads=1))
             shift = _Shift(self._ray, orders, workers=workers, look=look, setup=setup)
             try:
@@ -151,7 +151,7 @@ class RayEngine:
         asked: dict[Any, dict[str, Any]] = {}
         for node in nodes:
             there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            # No CPU: a node that is busy with other work can still be checked.
+            # Zero CPUs: a node that is busy with other work can still be checked.
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
             asked[task.options(**options).remote(look, node["NodeID"])] = node
         _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_SECONDS_TO_START)
@@ -177,7 +177,7 @@ class RayEngine:
 
 @contextlib.contextmanager
 def _shown(folder: Path) -> Iterator[Look]:
-    """Within the block, keep a file in ``folder`` by which other machines recognize it."""
+    """Keep a file in ``folder`` within the block, by which other machines recognize the folder."""
     look = Look(folder=folder, token=f"seen-{secrets.token_hex(8)}", versions=library_versions())
     write_synced(folder / look.token, look.token.encode())
     try:
@@ -188,21 +188,21 @@ def _shown(folder: Path) -> Iterator[Look]:
 
 
 def _sweep(orders: Sequence[Order]) -> None:
-    """Remove the attempts of a killed build."""
+    """Remove attempts left by a killed build."""
     for parent in {order.folder.parent for order in orders}:
         for path in parent.glob("[0-9]*.*"):
-            # Its worker may not know yet, and still write.
+            # The attempt's worker may still be running and writing.
             shutil.rmtree(path, ignore_errors=True)
 
 
 class _Shift:
-    """All orders of one pass, and the workers that carry them out."""
+    """One pass over all orders, with the workers that carry them out."""
 
     def __init__(self, ray: Any, orders: Sequence[Order], *, workers: int, look: Look, setup: Any) -> None:
         self._ray, self._workers, self._look, self._setup = ray, workers, look, setup
         self._pending = deque(orders)
         self._losses: Counter[int] = Counter()
-        """How many workers each part has lost."""
+        """Lost workers per part."""
         self._failed_starts = 0
         self._team: list[_Worker] = []
         self._numbers = itertools.count()
@@ -211,7 +211,7 @@ class _Shift:
         self._heard = time.monotonic()
 
     def work(self, *, advance: Advance, finished: OnPart) -> None:
-        """Hand out orders until all are done."""
+        """Assign orders until all are done."""
         while self._recruit():
             for worker in self._ready():
                 try:
@@ -228,14 +228,14 @@ class _Shift:
         for worker in self._team:
             worker.dismiss()
         if awaited:
-            # Their pending result is now an error.
+            # Their pending results are now errors.
             self._ray.wait(awaited, num_returns=len(awaited), timeout=_SECONDS_TO_END, fetch_local=False)
         for worker in self._team:
             worker.remove_attempt()
         self._team.clear()
 
     def _recruit(self) -> bool:
-        """Start or dismiss workers to match the remaining work; return whether there is any."""
+        """Start or dismiss workers to match the remaining work; return whether work remains."""
         busy = [worker for worker in self._team if worker.order is not None]
         wanted = min(self._workers, len(self._pending) + len(busy))
         while len(self._team) < wanted:
@@ -243,7 +243,7 @@ class _Shift:
             handle = self._kind.remote(self._setup)
             self._team.append(_Worker(self._ray, handle, self._look, f"worker-{next(self._numbers)}"))
         if len(self._team) > wanted:
-            # No work is left for those still waiting, perhaps forever.
+            # Dismiss workers that still wait for a CPU, perhaps forever: no work remains for them.
             for worker in self._team:
                 if worker.order is None:
                     worker.dismiss()
@@ -251,11 +251,11 @@ class _Shift:
         return wanted > 0
 
     def _ready(self) -> list[_Worker]:
-        """Return the workers that have a report; empty if none arrives within a second."""
+        """Return the workers with a report; empty if no report arrives within a second."""
         awaited = {worker.awaited: worker for worker in self._team}
         ready, rest = self._ray.wait(list(awaited), timeout=_SECONDS_BETWEEN_LOOKS, fetch_local=False)
         if rest:
-            # All that are ready at once: with a thousand workers, one at a time would be slow.
+            # Take all that are ready: with a thousand workers, one at a time would be slow.
             ready += self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)[0]
         now = time.monotonic()
         if ready or any(worker.order is not None for worker in self._team):
@@ -272,7 +272,7 @@ class _Shift:
             return
         order = worker.order
         if order is None:
-            # It has checked its node.
+            # The worker has checked its node.
             if isinstance(report, str):
                 raise ClusterError(f"a node ({worker.name}) {report}")
             self._failed_starts = 0
@@ -284,7 +284,7 @@ class _Shift:
         if self._pending:
             worker.begin(self._pending.popleft())
         else:
-            # Others may want its CPU.
+            # Release its CPU for other jobs.
             self._team.remove(worker)
             worker.dismiss()
 
@@ -311,13 +311,13 @@ class _Shift:
             "%s was lost while it %s %s (%s): the part is handed out again, %d of %d",
             *(worker.name, order.done, order.part, reason, lost + 1, ATTEMPTS),
         )
-        # Next in line, not last: the others then need not wait for it at the end.
+        # Queue it first, so that the others need not wait for it at the end.
         self._pending.appendleft(order)
 
 
 def _reason(error: BaseException) -> str:
-    """Return the essence of Ray's message about a lost worker or node, on one line."""
-    # Indented lines identify the actor by its numbers.
+    """Condense Ray's message about a lost worker or node to one line."""
+    # Skip indented lines, which identify the actor by its numbers.
     lines = [line for line in str(error).splitlines() if not line.startswith("\t")]
     words = " ".join(f"{type(error).__name__}: {' '.join(lines)}".split())
     if len(words) > _REASON_CHARACTERS:
@@ -331,12 +331,12 @@ class _Worker:
     def __init__(self, ray: Any, handle: Any, look: Look, name: str) -> None:
         self._ray, self._handle = ray, handle
         self.name = name
-        """What it calls itself, once it has started."""
+        """Process and host, once the worker has started."""
         self.awaited = handle.look.remote(look, name)
-        """What it says next: whether it can work, or the reports of its part."""
+        """Pending result: first the worker's check, then its part's reports."""
         self.order: Order | None = None
         self.progress = Advanced()
-        """What it has told of its part so far."""
+        """Progress reported for the current part."""
         self._attempt: Path | None = None
 
     def begin(self, order: Order) -> None:
@@ -347,7 +347,7 @@ class _Worker:
         self.awaited = carry_out.remote(replace(order, folder=self._attempt))
 
     def report(self) -> Report | str | None:
-        """Return the next report; before the first part why the worker cannot work, or None if it can.
+        """Return the next report; before the first part the reason the worker cannot work, if any.
 
         Raises RayError if the worker is lost.
         """
@@ -360,7 +360,7 @@ class _Worker:
         """Rename the worker's finished folder to the part's name."""
         assert self.order is not None
         assert self._attempt is not None
-        # If a folder is already there, it is damaged.
+        # A folder that already exists is damaged, or the part would not have been assigned.
         shutil.rmtree(self.order.folder, ignore_errors=True)
         self._attempt.rename(self.order.folder)
         sync_path(self.order.folder.parent)
@@ -372,6 +372,6 @@ class _Worker:
             self._ray.kill(self._handle)
 
     def remove_attempt(self) -> None:
-        """Remove the files of an unfinished part."""
+        """Remove an unfinished part's files."""
         if self._attempt is not None:
             shutil.rmtree(self._attempt, ignore_errors=True)

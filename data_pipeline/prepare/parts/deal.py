@@ -1,4 +1,4 @@
-"""Division of a source into parts: the unit that one worker encodes, and that a restart does not repeat."""
+"""Divides a source into parts: the unit that one worker encodes and that a restart does not repeat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from data_pipeline.prepare.documents import Piece
 from data_pipeline.prepare.readers.cut import CUT_BYTES
 
 PART_BYTES = CUT_BYTES
-"""Bytes on disk of a part, at most, unless one piece alone has more. Part of the format: a shard never spans parts."""
+"""Maximum bytes on disk per part, unless a single piece has more. Part of the format: a shard never spans parts."""
 
 # Approximate for text with a vocabulary of a hundred thousand; a smaller one gives a second, partly filled shard.
 _BYTES_PER_TOKEN = 4
@@ -38,20 +38,20 @@ class Part:
 
 
 def part_bytes(shard_tokens: int) -> int:
-    """Return the size of parts: text for one shard of ``shard_tokens``, and at least ``PART_BYTES``."""
+    """Return the part size: text for one shard with ``shard_tokens`` tokens, and at least ``PART_BYTES``."""
     return max(PART_BYTES, _BYTES_PER_TOKEN * shard_tokens)
 
 
 def deal_parts(pieces: Iterable[Piece], most_bytes: int) -> list[Part]:
-    """Split the pieces, in order, into parts of as many as ``most_bytes`` allow, at least one.
+    """Group the pieces, in order, into parts of up to ``most_bytes``, with at least one piece each.
 
-    A pure function of the listing: the shard of a document depends on neither workers nor interruptions.
+    A pure function of the listing: a document's shard depends on neither workers nor interruptions.
     """
     parts: list[Part] = []
     open_pieces: list[Piece] = []
     size = 0
     for piece in pieces:
-        # In order, not by best fit: a document's place must not depend on the pieces after it.
+        # Greedy and in order: with best fit, a document's position would depend on the pieces after it.
         if open_pieces and size + piece.size > most_bytes:
             parts.append(Part(len(parts), tuple(open_pieces)))
             open_pieces, size = [], 0
@@ -63,10 +63,10 @@ def deal_parts(pieces: Iterable[Piece], most_bytes: int) -> list[Part]:
 
 
 def hash_parts(parts: Sequence[Part]) -> str:
-    """Return the xxh3_128 of the assignment of pieces to parts."""
+    """Return the xxh3_128 checksum over the assignment of pieces to parts."""
     digest = xxhash.xxh3_128()
     for part in parts:
-        # Names, not paths: a corpus may be mounted elsewhere when the build continues.
+        # Use names and not paths: a corpus may be mounted elsewhere when the build continues.
         pieces = [[piece.file.name, piece.start, piece.stop, piece.size] for piece in part.pieces]
         digest.update(json.dumps(pieces).encode())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Interface of the engines that carry out the parts of a build, and the pass over all parts that finds duplicates."""
+"""Engine interface for building parts, and the pass over all parts that finds duplicates."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from data_pipeline.prepare.parts.work import Advance, Advanced, Job
 from longctx.tokenizer.contract import Tokenizer
 
 OnPart = Callable[[Part, Any], None]
-"""A function that takes a part that is done and its record."""
+"""Callback that receives a finished part and its record."""
 
 
 class Engine(Protocol):
-    """Workers: processes of this machine, or of a cluster."""
+    """Workers: processes on this machine or in a cluster."""
 
     def carry_out(self, orders: Sequence[Order], crew: Crew, *, advance: Advance, finished: OnPart) -> None:
-        """Carry out all orders, in any sequence; each is done when its folder holds its record.
+        """Carry out all orders, in any sequence; each is done when its folder contains its record.
 
-        ``advance`` receives the sums over the parts in progress. The first failure is raised once all workers have
-        stopped: DataError as the part raised it; ClusterError if the system has removed a worker and the engine has no
-        replacement.
+        ``advance`` receives totals over the parts in progress. The first failure is raised once all workers have
+        stopped: DataError as the part raised it, or ClusterError if the system has removed a worker and the engine has
+        no replacement.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crew:
-    """An engine, and the values that all orders of a build share."""
+    """An engine, and the values that all orders in a build share."""
 
     engine: Engine
     staging: Staging
     job: Job
     tokenizer: Tokenizer
     workers: int | None = None
-    """How many work at once; None for as many as the engine has."""
+    """Concurrent workers; None: as many as the engine has."""
 
     def carry_out(self, orders: Sequence[Order], records: dict[int, Any], *, advance: Advance) -> None:
-        """Carry out the orders of parts that ``records`` lacks, and add their records, keyed by part number.
+        """Carry out the orders for parts missing from ``records``, and add their records, keyed by part number.
 
-        ``advance`` receives the sums over all parts, including those with a record.
+        ``advance`` receives totals over all parts, including those with a record.
         """
         parts = [order.part for order in orders if order.part.number in records]
         done = sum((_whole(part, records[part.number]) for part in parts), Advanced())
@@ -58,7 +58,7 @@ class Crew:
             records[part.number] = record
             done += _whole(part, record)
 
-        # The display begins here: the rate covers only this build.
+        # Start the display here, so that its rate covers only this build.
         if parts:
             advance(done)
         rest = [order for order in orders if order.part.number not in records]
@@ -66,7 +66,7 @@ class Crew:
 
 
 def _whole(part: Part, record: Any) -> Advanced:
-    """Return the counts of a finished part."""
+    """Return a finished part's counts."""
     return Advanced(record.documents, record.text_bytes, part.size)
 
 
@@ -74,9 +74,9 @@ logger = logging.getLogger(__name__)
 
 
 def find_duplicates(parts: Sequence[Part], crew: Crew, *, advance: Advance, say: Callable[[str], None]) -> Outcome:
-    """Return the decision about every document of ``parts``: read it if an earlier build made it, otherwise compute it.
+    """Return the decision on every document in ``parts``, loaded if an earlier build made it and computed otherwise.
 
-    ``advance`` receives the sums over all parts. The result does not depend on the number of workers: parts are hashed
+    ``advance`` receives totals over all parts. The result does not depend on the number of workers: parts are hashed
     independently, and one process decides.
     """
     staging, job = crew.staging, crew.job
@@ -86,7 +86,7 @@ def find_duplicates(parts: Sequence[Part], crew: Crew, *, advance: Advance, say:
         shutil.rmtree(staging.signatures, ignore_errors=True)
         return outcome
     folders = {part.number: staging.signatures_folder(part.number) for part in parts}
-    # Each is verified to the byte: a damaged one is hashed again.
+    # Loading verifies every byte: a damaged part is hashed again.
     found = {number: SignedRecord.load(folder) for number, folder in folders.items()}
     records = {number: record for number, record in found.items() if record is not None}
     if records:
@@ -97,6 +97,6 @@ def find_duplicates(parts: Sequence[Part], crew: Crew, *, advance: Advance, say:
     corpus = SignedCorpus(signed)
     logger.info("comparing %s documents", f"{len(corpus):,}")
     outcome = save_outcome(staging.decisions, corpus, decide(corpus, job.duplicates, job.validation_fraction))
-    # About four hundred bytes a document, no longer needed.
+    # Remove about four hundred bytes per document that are no longer needed.
     shutil.rmtree(staging.signatures)
     return outcome

@@ -1,4 +1,4 @@
-"""Code that runs in a worker, local or on a machine of a cluster: a check of its environment, and the work itself.
+"""Worker code, local or on a cluster machine: a check of its environment, and the work itself.
 
 This module does not depend on the system that started it.
 """
@@ -21,14 +21,14 @@ from data_pipeline.prepare.parts.work import Advanced
 from longctx.files import write_synced
 
 _PATIENCE_SECONDS = 10.0
-"""How long a file that was written elsewhere may take to be seen here."""
+"""Time until a file written elsewhere must be visible here."""
 
 _LIBRARIES = ("longctx-train", "numpy", "pyarrow", "sentencepiece", "tokenizers", "xxhash")
-"""What decides a shard's bytes."""
+"""Libraries that determine a shard's bytes."""
 
 
 def library_versions() -> dict[str, str]:
-    """Return this process's versions of the libraries on which a shard's bytes depend."""
+    """Return this process's versions of the libraries that determine a shard's bytes."""
     versions = {}
     for name in _LIBRARIES:
         try:
@@ -41,27 +41,30 @@ def library_versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """Conditions that a machine must meet to get work: it sees a newly written file, and has the same libraries."""
+    """Conditions that a machine must meet to get work: it sees a new file in the staging folder and has equal
+    libraries.
+    """
 
     folder: Path
-    """The staging folder."""
+    """Staging folder."""
     token: str
-    """The name of a file in it, and what the file holds."""
+    """Name of a file in the staging folder, and its content."""
     versions: Mapping[str, str]
-    """Those of the process that hands out the orders."""
+    """Library versions in the process that assigns orders."""
 
     def answer(self, name: str) -> Path:
-        """Return the file with which a machine shows that its writes are visible to others."""
+        """Return the file with which a machine proves that its writes are visible to others."""
         return self.folder / f"{self.token}.{name}"
 
     def problem(self, name: str) -> str | None:
-        """Return why this machine cannot work there, or None if it can; it then writes its answer under ``name``."""
+        """Return the reason this machine cannot work there, if any; otherwise write its answer under ``name``."""
         found = library_versions()
         for library, version in self.versions.items():
             if found[library] != version:
                 return (
                     f"has {library} {found[library]}, and here it is {version}: shards could differ.\nInstall the same."
                 )
+        # The token proves that this machine mounts the same folder and not merely the same path.
         if not _is_seen(self.folder / self.token, self.token):
             return f"does not see {self.folder}.\n{SHARED}"
         try:
@@ -82,21 +85,21 @@ SHARED = (
 
 
 class NodeWorker:
-    """Worker that carries out orders, one after the other, in its own process."""
+    """Worker that carries out orders sequentially in its own process."""
 
     def __init__(self, setup: Setup, seconds_between_reports: float = 1.0) -> None:
-        # Hugging Face's tokenizers read it once, at their first text.
+        # Hugging Face's tokenizers read this once, before their first text.
         os.environ["RAYON_NUM_THREADS"] = str(setup.threads)
         self._job, self._seconds = setup.job, seconds_between_reports
-        # Loaded on first use: a pass that hashes texts needs none.
+        # Loaded on first use: a pass that hashes texts needs no tokenizer.
         self._tokenizer = functools.cache(setup.load_tokenizer)
 
     def look(self, look: Look, name: str) -> tuple[str, str | None]:
-        """Return the name of this process, and the reason it cannot work, or None if it can."""
+        """Return this process's name and the reason it cannot work, if any."""
         return where(), look.problem(name)
 
     def carry_out(self, order: Order) -> Iterator[Report]:
-        """Yield the part's progress now and then, and finally its record or failure."""
+        """Yield the part's progress from time to time, and finally its record or failure."""
         reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
 
         due = 0.0
@@ -104,7 +107,7 @@ class NodeWorker:
         def advance(advanced: Advanced) -> None:
             nonlocal due
             now = time.monotonic()
-            # A message for each of a million short documents would cost more than encoding them.
+            # Limit the rate: a message for each of a million short documents would cost more than encoding them.
             if now >= due:
                 due = now + self._seconds
                 reports.put(advanced)
@@ -113,10 +116,10 @@ class NodeWorker:
             try:
                 reports.put(carry_out(order, job=self._job, tokenizer=self._tokenizer, advance=advance))
             except BaseException as error:
-                # Sent, not raised: the caller shows a user's error as its own.
+                # Send the error as a report: the caller shows a user's error as its own.
                 reports.put(Failed.of(error))
 
-        # In a thread: the part uses a callback, and the caller expects a stream.
+        # The part reports through a callback but the caller expects a stream, so run it in a thread.
         threading.Thread(target=work, daemon=True).start()
         while True:
             report = reports.get()
@@ -126,7 +129,7 @@ class NodeWorker:
 
 
 def where() -> str:
-    """Return this process and its host, in a form to locate it by."""
+    """Return this process and its host, for messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

@@ -1,4 +1,4 @@
-"""Messages to and from workers, shared by all engines, and the one function that does the work."""
+"""Messages to and from workers, shared by all engines, and the single function that does the work."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class Setup:
 
     job: Job
     threads: int
-    """Threads of its tokenizer."""
+    """Tokenizer threads."""
     files: Mapping[str, bytes]
-    """The tokenizer's files."""
+    """Tokenizer files."""
     path: Path
-    """Where they were read, for messages."""
+    """Path the files were read from, for messages."""
     fingerprint: str
 
     @classmethod
     def of(cls, job: Job, tokenizer: Tokenizer, threads: int) -> Setup:
-        """Return the setup with which a worker behaves as this process would."""
+        """Return a setup with which a worker behaves as this process would."""
         return cls(
             job=job, threads=threads, files=tokenizer.files, path=tokenizer.path, fingerprint=tokenizer.fingerprint
         )
 
     def load_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, loaded from its files."""
-        # From the files in memory: those on disk may have been replaced since they were read.
+        """Load the tokenizer from its files."""
+        # Use the files in memory: those on disk may have been replaced since they were read.
         tokenizer = load_files(self.files, self.path)
         assert tokenizer.fingerprint == self.fingerprint
         tokenizer.threads = self.threads
@@ -49,14 +49,14 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A part to encode, or to sign."""
+    """A part to encode or to sign."""
 
     part: Part
     folder: Path
     signs: bool = False
-    """Whether its texts are only hashed, to be compared."""
+    """True if its texts are only hashed for comparison."""
     decision: PartDecision | None = None
-    """Which of its documents stay; None where nobody looked for duplicates."""
+    """Decision on its documents; None without a search for duplicates."""
 
     @property
     def done(self) -> str:
@@ -68,27 +68,28 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """Reason for a worker's end: a user error, or the traceback of an internal error."""
+    """Reason a worker stopped: a user error, or an internal error's traceback."""
 
     error: LongCtxError | None
     traceback: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failed:
-        """Return the report of an error that was just caught."""
+        """Build the report for an error that was just caught."""
+        # Tracebacks travel as text: exceptions from libraries may not survive pickling.
         known = None
         if isinstance(error, LongCtxError):
             known = error
         return cls(error=known, traceback="".join(traceback.format_exception(error)))
 
     def at(self, place: str) -> Failed:
-        """Return the same report with the place where it happened: a node may see other things than its driver."""
+        """Return the same report with the process that failed: a node may see other files than its driver."""
         if self.error is None:
             return replace(self, traceback=f"({place})\n{self.traceback}")
         return replace(self, error=type(self.error)(f"{self.error}\nSeen by {place}."))
 
     def raise_here(self, part: Part) -> NoReturn:
-        """Raise in this process the error that ended ``part`` in another."""
+        """Raise in this process the error that ended ``part`` in a worker."""
         if self.error is not None:
             raise self.error
         raise RuntimeError(f"{part} failed in its worker:\n{self.traceback}")
@@ -99,7 +100,7 @@ Report = Advanced | Record | Failed
 
 
 def carry_out(order: Order, *, job: Job, tokenizer: Callable[[], Tokenizer], advance: Advance) -> Record:
-    """Encode or sign the part of an order. ``tokenizer`` is called only if it is needed."""
+    """Encode or sign an order's part. ``tokenizer`` is called only if it is needed."""
     if order.signs:
         return sign_part(order.part, order.folder, job=job, advance=advance)
     return encode_part(

@@ -1,4 +1,4 @@
-"""Encoding of parts by several processes; the first failure of any of them ends all."""
+"""Encodes parts in several local processes; the first failure ends all of them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from longctx.tokenizer.contract import Tokenizer
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
-    # Fewer than the machine has, in a container or under a scheduler.
+    # In a container or under a scheduler, fewer than the machine has.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class LocalEngine:
-    """Engine of local processes, one per worker while there are enough parts; the remaining workers become threads."""
+    """Engine with local processes, one per worker while there are enough parts; remaining workers become threads."""
 
     def carry_out(self, orders: Sequence[Order], crew: Crew, *, advance: Advance, finished: OnPart) -> None:
-        """Carry out all orders; in this process if there is only one core or one part."""
+        """Carry out all orders, in this process if there is only one core or one part."""
         workers = crew.workers or usable_cores()
         processes = min(workers, len(orders))
         if not processes:
@@ -49,13 +49,13 @@ class LocalEngine:
         try:
             for _ in range(processes):
                 team.append(_Worker(crew.staging))
-            # Workers start in parallel: each receives its setup only after its imports.
+            # Start all workers before any setup is sent: each receives its setup only after its imports, which run in
+            # parallel.
             for worker in team:
                 worker.send(setup)
             _hand_out(orders, team, advance=advance, finished=finished)
         finally:
-            # All are killed before the first is waited for.
-            # SIGKILL is safe: a part without a record is discarded.
+            # Kill all workers before waiting for the first. SIGKILL is safe: a part without a record is discarded.
             for worker in team:
                 worker.kill()
             for worker in team:
@@ -63,7 +63,7 @@ class LocalEngine:
 
 
 def _hand_out(orders: Sequence[Order], team: list[_Worker], *, advance: Advance, finished: OnPart) -> None:
-    """Give every idle worker the next part until all are done."""
+    """Assign the next part to every idle worker until all are done."""
     pending = iter(orders)
     for worker in team:
         worker.begin(next(pending))
@@ -79,7 +79,7 @@ def _hand_out(orders: Sequence[Order], team: list[_Worker], *, advance: Advance,
                     del busy[worker.connection]
                 else:
                     worker.begin(following)
-        # Each worker counts only its current part; finished parts are no longer included.
+        # Workers count only their current part; finished parts are no longer included.
         advance(sum((worker.progress for worker in busy.values()), Advanced()))
 
 
@@ -89,7 +89,7 @@ class _Worker:
     def __init__(self, staging: Staging) -> None:
         self.connection, theirs = Pipe()
         with theirs, _interrupts_held():
-            # It inherits the lock: until it has ended, no other build writes to the same folder.
+            # The worker inherits the lock: until it has ended, no other build writes to the same folder.
             self._process = subprocess.Popen(
                 command(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
@@ -97,7 +97,7 @@ class _Worker:
             )
         self._order: Order | None = None
         self.progress = Advanced()
-        """What it has told of its part so far."""
+        """Progress reported for the current part."""
 
     def begin(self, order: Order) -> None:
         """Send a part to work on."""
@@ -110,7 +110,7 @@ class _Worker:
             self.connection.send(message)
 
     def report(self) -> tuple[Part, Record | None]:
-        """Return its part, and the record if that is done; raise the error that ended the worker."""
+        """Return the worker's part, with the record if the part is done; raise the error that ended the worker."""
         assert self._order is not None
         with self._explained():
             report = self.connection.recv()
@@ -133,7 +133,7 @@ class _Worker:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Within the block, turn a lost connection into a ClusterError that names the worker's part."""
+        """Convert a lost connection within the block to a ClusterError that names the worker's part."""
         try:
             yield
         except (EOFError, ConnectionResetError, BrokenPipeError) as error:
@@ -149,7 +149,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _threads(tokenizer: Tokenizer, threads: int) -> Iterator[None]:
-    """Within the block, set the number of threads of ``tokenizer``."""
+    """Set the tokenizer's thread count within the block."""
     before, tokenizer.threads = tokenizer.threads, threads
     try:
         yield
@@ -159,7 +159,9 @@ def _threads(tokenizer: Tokenizer, threads: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Within the block, block SIGINT for new processes: Ctrl-C reaches all of them, and the parent ends its workers."""
+    """Block SIGINT for processes started within the block: Ctrl-C reaches the full process group, and the parent ends
+    its workers.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -1,4 +1,4 @@
-"""Record of a finished part: a small file that is written last, so that a part with a record is complete."""
+"""Record of a finished part: a small file written last, so that a part with a record is complete."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.sums import sums_file
 from longctx.files import hash_file
 
+# Changes with any field: parts in another format are rebuilt.
 FORMAT = "longctx-part-3"
 RECORD_FILE = "part.json"
 SPLITS = ("training", "validation")
-"""The splits, each in a folder of its name."""
+"""Splits, each in a folder with its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRecord:
-    """Record of one split of a part."""
+    """One split of a part."""
 
     shards: list[ShardEntry]
     documents: int
@@ -30,35 +31,35 @@ class SplitRecord:
     text_bytes: int
     length_histogram: dict[str, int]
     inexact: int
-    """Documents whose text does not come back exactly from their ids."""
+    """Documents that do not decode exactly to their text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartRecord:
-    """Record of a finished part."""
+    """A finished part."""
 
     splits: dict[str, SplitRecord]
     skipped: dict[str, int]
-    """What was left out, by reason."""
+    """Skipped records by reason."""
     examples: dict[str, list[str]]
-    """The first names of each reason."""
+    """First names per reason."""
     left_out: str
-    """xxh3_128 of the part's list of what was left out; empty if there is none."""
+    """xxh3_128 checksum of the part's list of skips; empty without skips."""
     differences: list[Difference]
-    """Where the first few inexact documents differ."""
+    """First differences in the first few inexact documents."""
     spelling: int = 0
-    """Documents that spell a control token as text."""
+    """Documents that contain a control token as text."""
     spelt: dict[str, int] = field(default_factory=dict)
-    """Documents that spell each of those tokens."""
+    """Documents per control token."""
 
     @property
     def documents(self) -> int:
-        """Number of documents of all splits."""
+        """Documents in all splits."""
         return sum(split.documents for split in self.splits.values())
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of text of all splits."""
+        """Text bytes in all splits."""
         return sum(split.text_bytes for split in self.splits.values())
 
     def save(self, folder: Path) -> None:
@@ -67,7 +68,7 @@ class PartRecord:
 
     @classmethod
     def load(cls, folder: Path) -> PartRecord | None:
-        """Return the record of a part's folder; None if it is missing or damaged."""
+        """Return the record in a part's folder; None if it is missing or damaged."""
         body = load_record(folder / RECORD_FILE, FORMAT)
         if body is None:
             return None
@@ -77,9 +78,10 @@ class PartRecord:
 
 
 def find_damage(folder: Path, record: PartRecord) -> str | None:
-    """Return the first file of a finished part that is missing or damaged; None if all are intact."""
+    """Return the first missing or damaged file in a finished part, if any."""
     files = [(folder / split / entry.file, entry) for split in SPLITS for entry in record.splits[split].shards]
     for path, entry in files:
+        # Size first: a truncated file is found without reading it.
         if not path.is_file() or path.stat().st_size != entry.bytes or hash_file(path) != entry.xxh3_128:
             return str(path)
         sums = path.with_name(sums_file(path.name))
@@ -92,6 +94,5 @@ def find_damage(folder: Path, record: PartRecord) -> str | None:
 
 
 def _split(fields: dict[str, Any]) -> SplitRecord:
-    """Return a split from its JSON."""
     shards = [ShardEntry(**entry) for entry in fields.pop("shards")]
     return SplitRecord(shards=shards, **fields)

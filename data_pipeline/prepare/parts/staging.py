@@ -1,7 +1,7 @@
-"""The folder next to the output in which a build grows, and from which a killed build continues.
+"""Staging folder next to the output, in which a build grows and from which a killed build continues.
 
-``.NAME.partial`` holds a lock, the recipe, ``parts/NNNNN`` and, just before the output appears, ``whole``. If
-duplicates are looked for, it also holds ``signatures/NNNNN`` of the first pass and then ``decisions``.
+``.NAME.partial`` contains a lock, the recipe, ``parts/NNNNN`` and, just before the output appears, ``whole``. A search
+for duplicates adds ``signatures/NNNNN`` from the first pass and then ``decisions``.
 """
 
 from __future__ import annotations
@@ -34,51 +34,51 @@ FORMAT = "longctx-build-1"
 _LOCK, _RECIPE, _PARTS, _WHOLE = "lock", "recipe.json", "parts", "whole"
 _SIGNATURES, _DECISIONS = "signatures", "decisions"
 _LAST_BREATH_SECONDS = 30.0
-"""How long the workers of a killed build may hold its lock: they end as soon as they hear of it."""
+"""Time for which workers of a killed build may still hold its lock: they end once their connection closes."""
 
 KEPT = "Finished parts are kept: the same command goes on from them."
-"""What a user is told of a build that ends before its time."""
+"""Message for a build that ends early."""
 
 Recipe = dict[str, Any]
-"""All that decides the output: another recipe's parts are of no use."""
+"""Inputs that determine the output: parts from another recipe cannot be reused."""
 
 
 def move_shard(path: Path, to: Path) -> None:
-    """Rename a shard and its sums, each if it exists: an assembly may have ended between the two."""
+    """Rename a shard and its checksum file, each if it exists: an assembly may have ended between the two."""
     for old, new in ((path.with_name(sums_file(path.name)), to.with_name(sums_file(to.name))), (path, to)):
         if old.exists():
             old.rename(new)
 
 
 def staging_folder(output: Path) -> Path:
-    """Return the staging folder of the build of ``output``."""
+    """Return the staging folder for ``output``."""
     return output.with_name(f".{output.name}.partial")
 
 
 class Staging:
-    """An open, locked staging folder, opened by ``open_staging``."""
+    """An open, locked staging folder; see ``open_staging``."""
 
     def __init__(self, output: Path, lock: int) -> None:
         self.output = output
         self.folder = staging_folder(output)
         self.whole = self.folder / _WHOLE
-        """Where the output is put together."""
+        """Folder in which the output is assembled."""
         self.signatures = self.folder / _SIGNATURES
         self.decisions = self.folder / _DECISIONS
-        """Which documents stay, where duplicates were looked for."""
+        """Folder with the decision on duplicates, if they were searched."""
         self.lock = lock
-        """Handle of the lock: a process that has inherited it keeps the folder closed to other builds."""
+        """Lock file handle: a process that inherits it keeps the folder closed to other builds."""
 
     def part_folder(self, number: int) -> Path:
-        """Return the folder of a part's shards."""
+        """Return the folder for a part's shards."""
         return self.folder / _PARTS / f"{number:05d}"
 
     def signatures_folder(self, number: int) -> Path:
-        """Return the folder of a part's text hashes."""
+        """Return the folder for a part's text hashes."""
         return self.signatures / f"{number:05d}"
 
     def finished(self, count: int) -> tuple[dict[int, PartRecord], list[str]]:
-        """Return the records of intact parts, by number, and the damaged files of others."""
+        """Return the records of intact parts, by number, and the damaged files in others."""
         records: dict[int, PartRecord] = {}
         damaged: list[str] = []
         for number in range(count):
@@ -93,36 +93,38 @@ class Staging:
         return records, damaged
 
     def moves(self, records: list[PartRecord]) -> Iterator[tuple[str, ShardEntry, Path]]:
-        """Yield for every shard of all parts its split, its entry in the assembled folder, and its path in its part."""
+        """Yield each shard's split, its entry in the assembled folder, and its path in its part."""
         for split in SPLITS:
             number = 0
             for part, record in enumerate(records):
                 for entry in record.splits[split].shards:
+                    # Numbered across parts, so that names do not reveal the division into parts.
                     moved = dataclasses.replace(entry, file=f"{number:05d}.arrow")
                     yield split, moved, self.part_folder(part) / split / entry.file
                     number += 1
 
     def split_folder(self, split: str) -> Path:
-        """Return the folder of a split within the assembled folder."""
+        """Return a split's folder within the assembled folder."""
         if split == "training":
             return self.whole
         return self.whole / split
 
     def take_back(self, count: int) -> None:
-        """Undo an assembly that was killed: move shards back to their parts."""
+        """Undo a killed assembly: move shards back to their parts."""
         if not self.whole.exists():
             return
         loaded = [PartRecord.load(self.part_folder(number)) for number in range(count)]
         records = [record for record in loaded if record is not None]
-        # An assembly begins when all parts are there; if one is missing, its contents cannot be trusted.
+        # An assembly starts when all parts are complete; if one is missing, its contents cannot be trusted.
         if len(records) == count:
             for split, entry, home in self.moves(records):
                 move_shard(self.split_folder(split) / entry.file, home)
         shutil.rmtree(self.whole)
 
     def publish(self) -> None:
-        """Rename the assembled folder to the output, and remove everything else. An older output is removed last."""
+        """Rename the assembled folder to the output and remove everything else. An older output is removed last."""
         retired = self.output.with_name(f".{self.output.name}.retired")
+        # Sync files before the rename: after a crash, an output folder that exists must be complete.
         for path in self.whole.rglob("*"):
             sync_path(path)
         sync_path(self.whole)
@@ -140,9 +142,9 @@ class Staging:
 def open_staging(
     output: Path, recipe: Recipe, *, count: int, overwrite: bool, say: Callable[[str], None]
 ) -> Iterator[Staging]:
-    """Yield the staging folder of ``output``, locked, with the remains of an earlier build of the same recipe.
+    """Yield the locked staging folder for ``output``, with the remains of an earlier build of the same recipe.
 
-    Raises DataError if another build writes there, or if one of another recipe left finished parts there, unless
+    Raises DataError if another build writes there, or if a build with another recipe left finished parts there, unless
     ``overwrite``. After an error the folder is kept if a part is finished, and removed otherwise.
     """
     folder = staging_folder(output)
@@ -168,7 +170,7 @@ def open_staging(
 def remove_leftovers(output: Path) -> None:
     """Remove the staging folder of a build that was killed after its output had appeared."""
     folder = staging_folder(output)
-    # Only if it has been emptied: another build may be running there at this moment.
+    # Only if it is emptied: another build may be running there at this moment.
     if not (folder / _RECIPE).is_file() or (folder / _WHOLE).exists() or any(folder.rglob("*.arrow")):
         return
     if (folder / _SIGNATURES).exists():
@@ -180,11 +182,11 @@ def remove_leftovers(output: Path) -> None:
 
 
 def _settle_recipe(folder: Path, output: Path, recipe: Recipe, *, overwrite: bool, say: Callable[[str], None]) -> None:
-    """Initialize the folder for ``recipe``; raise DataError if it belongs to another one."""
+    """Initialize the folder for ``recipe``; raise DataError if it belongs to another recipe."""
     content = {"format": FORMAT, **recipe}
     path = folder / _RECIPE
     found = None
-    # Missing after a kill in the first milliseconds.
+    # The file is missing after a kill in the first milliseconds.
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_bytes())
     if found == content:
@@ -214,7 +216,7 @@ def _has_finished_parts(folder: Path) -> bool:
 
 
 def _lock(folder: Path, output: Path, patience: float = _LAST_BREATH_SECONDS) -> int:
-    """Return a handle of the folder's lock; raise DataError if another build has it.
+    """Return a handle to the folder's lock; raise DataError if another build holds it.
 
     The lock is released when all processes that hold it have ended.
     """
@@ -224,7 +226,8 @@ def _lock(folder: Path, output: Path, patience: float = _LAST_BREATH_SECONDS) ->
         handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its previous holder may have removed the file since we opened it: then it locks nothing.
+            # The previous holder may have removed the file since it was opened: then the handle locks no file at this
+            # path.
             if _is_open_at(handle, folder / _LOCK):
                 os.ftruncate(handle, 0)
                 os.write(handle, f"{socket.gethostname()} {os.getpid()}".encode())
@@ -273,9 +276,9 @@ def assemble(
     options: dict[str, Any],
     outcome: Outcome | None = None,
 ) -> None:
-    """Assemble the shard folder of all parts, in order, in ``staging.whole``. Shards are moved, not copied.
+    """Assemble all parts, in order, into a shard folder in ``staging.whole``. Shards are moved, not copied.
 
-    ``outcome`` is the decision about duplicates, if they were looked for.
+    ``outcome`` is the decision on duplicates, if they were searched.
     """
     staging.whole.mkdir()
     left_out = LeftOutFile(staging.whole)
@@ -290,7 +293,7 @@ def assemble(
     for split, entry, home in staging.moves(records):
         folder = staging.split_folder(split)
         folder.mkdir(exist_ok=True)
-        # Within one file system, so moving terabytes costs nothing.
+        # A rename within one file system, so moving terabytes costs no time.
         move_shard(home, folder / entry.file)
         entries[split].append(entry)
     for split in SPLITS:
@@ -326,15 +329,15 @@ def _copy_duplicates(staging: Staging, outcome: Outcome | None) -> dict[str, Any
         return {}
     found: dict[str, Any] = dataclasses.asdict(outcome.counts)
     if DUPLICATES_FILE in outcome.files:
-        # Not moved: a killed assembly is undone by removing the assembled folder.
+        # Copied and not moved: a killed assembly is undone by removing the assembled folder.
         shutil.copyfile(staging.decisions / DUPLICATES_FILE, staging.whole / DUPLICATES_FILE)
         found["list"] = outcome.files[DUPLICATES_FILE]
     return found
 
 
 def _sums(records: list[PartRecord], split: str) -> dict[str, Any]:
-    """Return the manifest's counts of a split, over all parts."""
-    # Sums, not lists of documents: for a large corpus those would fill the memory.
+    """Return the manifest's counts for a split, over all parts."""
+    # Only totals: for a large corpus, lists of documents would fill the memory.
     parts = [record.splits[split] for record in records]
     lengths: Counter[str] = Counter()
     for part in parts:

@@ -1,4 +1,4 @@
-"""Encoding or signing of one part into its own folder: the same in this process, in a worker, or on another machine."""
+"""Encodes or signs one part into its own folder: the same in this process, in a worker, or on another machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Advanced:
     documents: int = 0
     text_bytes: int = 0
     bytes_read: int = 0
-    """On disk."""
+    """Bytes read from disk."""
 
     def __add__(self, other: Advanced) -> Advanced:
         return Advanced(
@@ -49,7 +49,7 @@ class Advanced:
 
 
 Advance = Callable[[Advanced], None]
-"""A function that is told how far the work is."""
+"""Callback that receives progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +64,9 @@ class Job:
     chat: ChatRule | None = None
     """How conversations are encoded; None if the source has texts."""
     paragraphs: bool = False
-    """Whether documents say where their paragraphs begin."""
+    """True if documents record their paragraphs' starts."""
     parse_controls: bool = False
-    """Whether a text that spells a control token becomes its id."""
+    """True if control tokens in texts become their ids."""
 
 
 def encode_part(
@@ -80,8 +80,8 @@ def encode_part(
 ) -> PartRecord:
     """Fill ``folder`` with the part's shards and lists, and write its record last.
 
-    ``decision`` sets which of its documents stay, and the split of some of them. Remains of a killed worker are removed
-    first.
+    ``decision`` selects the documents that are kept and the split for some of them. Remains of a killed worker are
+    removed first.
     """
     with explained_writes(folder, kept=KEPT):
         shutil.rmtree(folder, ignore_errors=True)
@@ -96,6 +96,7 @@ def encode_part(
                 pairs=job.read_as.fields.kind == PAIRS,
                 paragraphs=job.paragraphs,
             )
+        # One list per part; ``assemble`` concatenates them in source order.
         left_out = LeftOutFile(folder)
         reading = Reading(job.read_as, left_out.add)
         chosen = _Chosen(decision, reading.documents(part.pieces), one_by_one=job.chat is not None)
@@ -103,6 +104,7 @@ def encode_part(
         inexact, differences = _write_documents(
             chosen, writers, reading, job=job, tokenizer=tokenizer, spelt=spelt, advance=advance
         )
+        # No manifest per part: ``assemble`` writes one for all parts.
         for writer in writers.values():
             writer.close()
         record = PartRecord(
@@ -114,7 +116,7 @@ def encode_part(
             spelling=spelt.documents,
             spelt=dict(spelt.by_token),
         )
-        # The record validates every file: all files and their names must be on disk before it.
+        # The record validates every file, so all files and their names must be on disk first.
         for path in sorted(folder.rglob("*"), reverse=True):
             sync_path(path)
         record.save(folder)
@@ -125,7 +127,7 @@ def encode_part(
 def sign_part(part: Part, folder: Path, *, job: Job, advance: Advance) -> SignedRecord:
     """Fill ``folder`` with the hashes and signatures of the part's texts, and write its record last.
 
-    Remains of a killed worker are removed first. Skipped records are not listed: the second pass meets them again.
+    Remains of a killed worker are removed first. Skipped records are not listed: the second pass finds them again.
     """
     with explained_writes(folder, kept=KEPT):
         writer = SignedWriter(folder, job.duplicates)
@@ -137,17 +139,17 @@ def sign_part(part: Part, folder: Path, *, job: Job, advance: Advance) -> Signed
 
 
 class _Chosen:
-    """Documents of a part that stay, and the split of each."""
+    """Kept documents in a part, and the split for each."""
 
     def __init__(
         self, decision: PartDecision | None, documents: Iterator[Document], *, one_by_one: bool = False
     ) -> None:
-        """Initialize; with ``one_by_one`` each document is fully encoded before the next one is requested.
+        """Initialize; with ``one_by_one``, each document is completely encoded before the next one is requested.
 
-        It may become any number of encoded documents.
+        Such a document may become any number of encoded documents.
         """
         self._decision, self._documents, self._one_by_one = decision, documents, one_by_one
-        # Documents are encoded in groups: their splits wait here until they are done.
+        # Documents are encoded in groups, so their splits wait here until they are done.
         self._sides: deque[bool | None] = deque()
 
     def __iter__(self) -> Iterator[Document]:
@@ -161,14 +163,14 @@ class _Chosen:
             yield document
 
     def split(self, text_hash: int, fraction: float) -> str:
-        """Return the split of the next encoded document."""
+        """Return the split for the next encoded document."""
         held_out = None
         if self._decision is not None and self._one_by_one:
             held_out = self._sides[-1]
         elif self._decision is not None:
             held_out = self._sides.popleft()
         if held_out is None:
-            # By the text's hash: a copy of a held-out text elsewhere in the corpus is held out too.
+            # Decide by the text's hash: equal texts anywhere in the corpus get the same split.
             held_out = is_held_out(text_hash, fraction)
         if held_out:
             return "validation"
@@ -185,11 +187,12 @@ def _write_documents(
     spelt: SpeltControls,
     advance: Advance,
 ) -> tuple[dict[str, int], list[Difference]]:
-    """Encode the part's documents into the splits' writers; return inexact counts by split and first differences."""
+    """Encode the part's documents into the splits' writers; return inexact counts per split and first differences."""
     inexact: dict[str, int] = dict.fromkeys(SPLITS, 0)
     differences: list[Difference] = []
     text_bytes = 0
     size = group_characters(tokenizer.threads)
+    # All encoders yield documents lazily and in order, so memory holds one group.
     if job.read_as.fields.kind == PAIRS:
         documents = encode_pairs(chosen, tokenizer, size)
     elif job.parse_controls:
@@ -199,6 +202,7 @@ def _write_documents(
     else:
         documents = encode_conversations(chosen, ChatEncoder(tokenizer, job.chat), reading.note)
     for number, (encoded, difference) in enumerate(documents, start=1):
+        # Fail at the first difference: encoding the rest would be wasted.
         if difference is not None and job.exact:
             raise DataError(explain_inexact(difference, tokenizer))
         split = chosen.split(encoded.hash, job.validation_fraction)
@@ -213,7 +217,7 @@ def _write_documents(
 
 
 def group_characters(threads: int) -> int:
-    """Return the amount of text to encode at once: enough to keep the threads busy, with minimal memory."""
+    """Return the number of characters to encode at once: enough to keep the threads busy, with minimal memory."""
     if threads < 1:
         return GROUP_CHARACTERS
     return min(GROUP_CHARACTERS, _CHARACTERS_PER_THREAD * threads)
@@ -229,7 +233,6 @@ def explain_inexact(difference: Difference, tokenizer: Tokenizer) -> str:
 
 
 def _split_record(writer: ShardWriter, inexact: int) -> SplitRecord:
-    """Return the record of a writer's shards."""
     return SplitRecord(
         shards=writer.shards,
         documents=writer.num_documents,

@@ -1,7 +1,7 @@
-"""A worker process: carries out orders one after the other until its parent closes the connection.
+"""Worker process: carries out orders sequentially until its parent closes the connection.
 
-It is a new interpreter, neither a fork of the parent, which has threads, nor a ``multiprocessing`` spawn, which would
-run the user's script a second time.
+It is a new interpreter: a fork would copy a parent with threads, and a ``multiprocessing`` spawn would run the user's
+script a second time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_REPORTS = 0.2
 
 
 def command(handle: int) -> list[str]:
-    """Return the command line of a worker; ``handle`` is the open file of its end of the connection."""
+    """Return a worker's command line; ``handle`` is the open file of its end of the connection."""
     boot = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     boot += "from data_pipeline.prepare.parts.worker import main; main(int(sys.argv[1]))"
     return [sys.executable, "-c", boot, str(handle), json.dumps(sys.path)]
@@ -41,7 +41,7 @@ def main(handle: int) -> None:
 def _end_with_parent(handle: int) -> None:
     """End this process when the parent has closed its end, even if the parent was killed."""
     poll = select.poll()
-    # No event is requested: a closed connection is always reported.
+    # Request no event: a closed connection is always reported.
     poll.register(handle, 0)
     poll.poll()
     os._exit(1)

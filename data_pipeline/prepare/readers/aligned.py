@@ -1,8 +1,8 @@
-"""Pairs in text files: two files with a line for each side, or gettext catalogues.
+"""Pairs in text files: two line-aligned files, or gettext catalogues.
 
-Two files of a folder are sides of pairs if their names differ only in their endings, and the endings are the fields:
-with ``--source-field en --text-field de`` line n of ``news.de`` is the target of line n of ``news.en``. The records of
-a ``.po`` file have the fields ``msgid`` and ``msgstr``.
+Two files in a folder are the sides of pairs if their names differ only in their suffixes, and the suffixes are the
+fields: with ``--source-field en --text-field de`` line n in ``news.de`` is the target for line n in ``news.en``.
+Records in a ``.po`` file have the fields ``msgid`` and ``msgstr``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from data_pipeline.prepare.readers.records import Record, check_length, item_of,
 from longctx.errors import ConfigError
 
 LINES, CATALOGUE = "parallel", "po"
-"""Kinds of formats."""
+"""Format kinds."""
 _READ_BYTES = 1 << 20
 _FIELDS = ("msgid", "msgstr")
 
 
 def aligned(files: Sequence[File], fields: Fields) -> list[File]:
-    """Return the files with text files matched into pairs by name: the target file is not a file of its own."""
+    """Return the files with text files matched into pairs by name; target files are not listed separately."""
     texts = {file.name: file for file in files if file.format.kind == "text" and not file.format.is_meant}
     targets = set[str]()
     found = []
@@ -45,13 +45,13 @@ def aligned(files: Sequence[File], fields: Fields) -> list[File]:
 
 
 def _stem(file: File, ending: str) -> str | None:
-    """Return a file's name without this ending; None if it has another one."""
+    """Return a file's name without this suffix, or None if the suffix differs."""
     plain = file.name.removesuffix(file.format.compression)
     return plain.removesuffix(f".{ending}") if plain.endswith(f".{ending}") else None
 
 
 def check_lines(source: OpenFile, fields: Fields) -> Skip | None:
-    """Return a Skip if the two files have different numbers of lines and so cannot be matched; otherwise None."""
+    """Compare the two files' line counts; return a Skip if they differ, because lines cannot be matched then."""
     assert source.file.other is not None, "a file of lines has another side"
     with opened(whole(source.file.other)) as target:
         counts = [_count_lines(side.stream) for side in (source, target)]
@@ -69,10 +69,10 @@ def _count_lines(stream: BinaryIO) -> int:
 
 
 def read_lines_of_two(source: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield the pair of each line number, counted from 1."""
+    """Yield one pair per line number, counted from 1."""
     assert source.file.other is not None, "a file of lines has another side"
     with opened(whole(source.file.other)) as target:
-        # Lines were counted before (``check_lines``): a file that has grown since is damaged.
+        # Line counts matched earlier (``check_lines``), so a mismatch means that a file has changed since.
         lines = zip_longest(_lines(source.stream), _lines(target.stream))
         for number, sides in enumerate(lines, start=1):
             if None in sides:
@@ -82,7 +82,7 @@ def read_lines_of_two(source: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield lines without their ends; raise DamageError if one exceeds the maximum record length."""
+    """Yield lines without their line ends; raise DamageError if one exceeds the maximum record length."""
     rest = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
     while block := stream.read(_READ_BYTES):
         *whole_lines, rest = (rest + block).split(b"\n")
@@ -93,7 +93,7 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def read_catalogue(source: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield the pairs of a catalogue; obsolete and fuzzy entries are left out."""
+    """Yield a catalogue's pairs; obsolete and fuzzy entries are skipped."""
     try:
         import polib
     except ImportError as error:
@@ -105,7 +105,7 @@ def read_catalogue(source: OpenFile, fields: Fields) -> Iterator[Item]:
         yield no_field(source.name, missing, _FIELDS, _FIELDS)
         return
     try:
-        # From our own temporary file: polib would treat a text that is a file's name as that file.
+        # Parse our own temporary file: polib would interpret a text that happens to be a file name as that file.
         with tempfile.NamedTemporaryFile(suffix=".po") as copy:
             copy.write(read_bounded(source.stream))
             copy.flush()
@@ -113,16 +113,16 @@ def read_catalogue(source: OpenFile, fields: Fields) -> Iterator[Item]:
     except UnicodeDecodeError as error:
         raise DamageError(f"it is no catalogue of gettext in UTF-8: {error}") from error
     except (OSError, ValueError) as error:
-        # The library names the line, and our copy.
+        # polib names the line and our temporary file; remove the latter.
         said = re.sub(r" in po file \S+", "", str(error))
         raise DamageError(f"it is no catalogue of gettext: {said}") from error
-    # Entries have no line number in the file: names count entries.
+    # polib provides no line numbers for entries, so names count entries.
     for number, entry in enumerate(entries, start=1):
         name = f"{source.name}:{number}"
         if entry.obsolete or entry.fuzzy:
             yield Skip(name, "obsolete" if entry.obsolete else "fuzzy")
             continue
-        # Languages with more than two forms have no source for the others.
+        # Languages with more than two forms have no source text for the additional ones.
         forms = [(entry.msgid, entry.msgstr)]
         if entry.msgid_plural:
             forms = [(entry.msgid, entry.msgstr_plural.get(0)), (entry.msgid_plural, entry.msgstr_plural.get(1))]

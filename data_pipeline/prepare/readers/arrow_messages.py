@@ -1,10 +1,10 @@
-"""An Arrow IPC stream whose messages are checked before Arrow sees them.
+"""Arrow IPC stream that checks messages before Arrow reads them.
 
-A buffer of a batch may be compressed; its first 8 bytes give its decompressed size, and Arrow allocates and fills that
-size for each buffer of the batch before any of it can be inspected. The buffers' positions are in the head of the
-message, a flatbuffer: tables that refer to their fields by offset (``Message``, ``RecordBatch`` and ``DictionaryBatch``
-of Arrow's ``Message.fbs``). Heads that cannot be read this way cannot be read by Arrow either, which verifies them
-first.
+A batch's buffers may be compressed. A compressed buffer's first 8 bytes state its decompressed size, and Arrow
+allocates and fills that size for each buffer in the batch before any of it can be inspected. Buffer positions are in
+the message header, a flatbuffer: tables that refer to their fields by offset (``Message``, ``RecordBatch`` and
+``DictionaryBatch`` in Arrow's ``Message.fbs``). Headers that cannot be parsed here are invalid for Arrow too, which
+verifies them first.
 """
 
 from __future__ import annotations
@@ -19,29 +19,28 @@ from data_pipeline.prepare.readers.records import FREE_BYTES, check_block
 
 _CONTINUATION = b"\xff\xff\xff\xff"
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
-"""Types of a message; those of others have no body that Arrow decodes."""
+"""Message types with a body that Arrow decodes."""
 _OLD_COMPRESSION = b"ARROW:experimental_compression"
-"""How Arrow 0.17 said that buffers are compressed."""
+"""Marker that Arrow 0.17 used for compressed buffers."""
 
 
 class CheckedMessages(io.RawIOBase):
-    """Byte stream of checked messages.
+    """Byte stream over checked messages.
 
-    Reading raises DamageError if a batch expands too much, and ArrowInvalid if one is malformed.
+    Reading raises DamageError if a batch expands too much, and ArrowInvalid if a message is malformed.
     """
 
     def __init__(self, stream: BinaryIO, most_bytes: int) -> None:
-        """Initialize; neither a body nor all dictionaries together may exceed ``most_bytes``, whatever heads claim."""
+        """Initialize; no body, nor all dictionaries together, may exceed ``most_bytes``, whatever the headers state."""
         super().__init__()
         self._stream, self._most_bytes = stream, most_bytes
-        # Rest of the current message.
+        # Remaining parts of the current message.
         self._parts: list[bytes] = []
-        # Of all dictionary batches, which may each extend the previous one.
+        # Totals over all dictionary batches, since each may extend the previous one.
         self._dictionary_bytes = self._dictionary_stated = 0
         self._is_over = False
 
     def readable(self) -> bool:
-        """Return True: the stream is readable."""
         return True
 
     def read(self, size: int = -1, /) -> bytes:
@@ -56,13 +55,13 @@ class CheckedMessages(io.RawIOBase):
             part = self._parts.pop(0)
             if len(part) > size:
                 self._parts.insert(0, part[size:])
-            # Arrow requests exactly one part at a time: no body is copied.
+            # Arrow requests exactly one part at a time, so bodies are not copied.
             found.append(part[:size])
             size -= len(found[-1])
         return found[0] if len(found) == 1 else b"".join(found)
 
     def _message(self) -> tuple[bytes, ...]:
-        """Return the next message's length, head and body; bytes after the last message are not checked."""
+        """Return the next message's length prefix, header and body; bytes after the last message are not checked."""
         begin = self._stream.read(4)
         if begin == _CONTINUATION:
             begin += self._stream.read(4)
@@ -80,6 +79,7 @@ class CheckedMessages(io.RawIOBase):
             num_bytes, buffers, is_dictionary = _bodies(head)
         except (struct.error, ValueError) as error:
             raise pa.ArrowInvalid("the head of a message cannot be read") from error
+        # Read no more than the limit: the stated length is untrusted, and Arrow reports a short body itself.
         body = self._stream.read(min(num_bytes, self._most_bytes))
         self._is_over = len(body) < num_bytes
         stated = sum(_stated(body, *buffer) for buffer in buffers)
@@ -102,7 +102,7 @@ def _stated(body: bytes, offset: int, length: int) -> int:
 
 
 def _bodies(head: bytes) -> tuple[int, list[tuple[int, int]], bool]:
-    """Return a message's body length, the positions of its compressed buffers, and whether it is a dictionary."""
+    """Return a message's body length, its compressed buffers' positions, and whether it is a dictionary."""
     message = _Table(head, _number(head, "<I", 0))
     num_bytes, kind = message.number("<q", 3), message.number("<B", 1)
     if num_bytes < 0:
@@ -118,7 +118,7 @@ def _bodies(head: bytes) -> tuple[int, list[tuple[int, int]], bool]:
 
 
 class _Table:
-    """A table of a flatbuffer, preceded by the positions of its fields."""
+    """Flatbuffer table, preceded by its fields' offsets."""
 
     def __init__(self, content: bytes, at: int) -> None:
         self._content, self._at = content, at
@@ -136,7 +136,7 @@ class _Table:
         return _Table(self._content, place + _number(self._content, "<I", place)) if place else None
 
     def pairs(self, field: int) -> list[tuple[int, int]]:
-        """Return a vector of pairs of integers."""
+        """Return a vector of integer pairs."""
         place = self._place(field)
         if not place:
             return []
@@ -147,7 +147,7 @@ class _Table:
         return list(struct.iter_unpack("<qq", self._content[begin + 4 : end]))  # type: ignore[arg-type]
 
     def _place(self, field: int) -> int:
-        """Return the position of a field; 0 if it is omitted."""
+        """Return a field's position; 0 if it is omitted."""
         entry = 4 + 2 * field
         if entry + 2 > self._size:
             return 0
@@ -156,8 +156,8 @@ class _Table:
 
 
 def _number(content: bytes, form: str, at: int) -> Any:
-    """Return the number at a position; raise struct.error beyond the content, ValueError before it."""
-    # Python would count it from the end.
+    """Unpack the number at a position; raise struct.error after the content's end, ValueError before its start."""
+    # Python would count a negative position from the end.
     if at < 0:
         raise ValueError("a place before the beginning")
     return struct.unpack_from(form, content, at)[0]

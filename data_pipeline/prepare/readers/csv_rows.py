@@ -1,8 +1,8 @@
-"""Comma- and tab-separated values: a row is one document, its columns named by the first row.
+"""Comma- and tab-separated values: each row is one document, and the first row names the columns.
 
-Uses Python's reader, not Arrow's, whose rows must fit into a block of fixed size: a cell here may be a full book.
-Python's reader is used for commas only: a row of TSV is a line, and a quote in it is an ordinary character. Read as
-CSV, a quote would silently swallow the rows up to the next quote.
+Uses Python's reader and not Arrow's, whose rows must fit into a fixed block size: a cell may contain a full book. TSV
+is split by hand: a row is a line, and quotes are ordinary characters. Read as CSV, a quote would silently swallow the
+rows up to the next quote.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from data_pipeline.prepare.readers.records import (
     no_field,
 )
 
-# The module has one limit for the entire process; its 128 KiB would reject long documents.
+# The module has one limit for the entire process, and its default, 128 KiB, would reject long documents.
 csv.field_size_limit(MAX_RECORD_BYTES)
 
 
 def read_csv(opened: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield the document of each comma-separated row; a cell may hold newlines in double quotes."""
+    """Yield one document per comma-separated row; a cell may contain newlines in double quotes."""
     spans = _Spans()
     try:
         yield from _read(opened, fields, _csv_rows(_lines(opened, ""), spans), "CSV")
@@ -40,17 +40,17 @@ def read_csv(opened: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def read_tsv(opened: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield the document of each tab-separated row; a tab or newline in a cell cannot be escaped."""
+    """Yield one document per tab-separated row; a tab or newline in a cell cannot be escaped."""
     yield from _read(opened, fields, _tsv_rows(opened), "TSV")
 
 
 def columns_of_csv(opened: OpenFile) -> list[str]:
-    """Return the names of the comma-separated columns; empty if the first row has none."""
+    """Return the comma-separated column names; empty if the first row is invalid."""
     return _header(_csv_rows(_lines(opened, ""), _Spans()))
 
 
 def columns_of_tsv(opened: OpenFile) -> list[str]:
-    """Return the names of the tab-separated columns."""
+    """Return the tab-separated column names."""
     return _header(_tsv_rows(opened))
 
 
@@ -62,9 +62,9 @@ def _header(rows: Iterator[list[str] | str]) -> list[str]:
 
 
 def _read(opened: OpenFile, fields: Fields, rows: Iterable[list[str] | str], kind: str) -> Iterator[Item]:
-    """Yield one document a row, numbered from 0. A row that is a string is the description of a fault.
+    """Yield one document per row, numbered from 0. A string in place of a row describes a fault.
 
-    For conversations a cell holds JSON, as in a table of strings.
+    For conversations a cell contains JSON, as in a table with string columns.
     """
     header, column = None, 0
     # The header has no number.
@@ -91,15 +91,15 @@ def _read(opened: OpenFile, fields: Fields, rows: Iterable[list[str] | str], kin
 
 @dataclass
 class _Spans:
-    """Counts of rows that span lines: they may be intended, or begin with a quote that is never closed."""
+    """Counts of rows that span lines: these may be intended, or start with a quote that is never closed."""
 
     rows: int = -1
     """All rows below the header."""
     spanning: int = 0
     lines: int = 0
-    """Lines of those that span some."""
+    """Lines in rows that span several."""
     longest: tuple[int, int] = (0, 0)
-    """First and last line of the one with most."""
+    """First and last line of the longest row."""
 
     def add(self, first: int, last: int) -> None:
         """Count a row."""
@@ -110,22 +110,21 @@ class _Spans:
             self.longest = max(self.longest, (first, last), key=lambda lines: lines[1] - lines[0])
 
     def note(self, name: str) -> Iterator[Skip]:
-        """Yield a note if a file has rows that span lines; the rows are documents all the same."""
+        """Yield a note if a file has rows that span lines; these rows are documents all the same."""
         if self.spanning:
             detail = f"{self.spanning:,} of {self.rows:,} rows span {self.lines:,} lines; the longest is lines "
             yield Skip(name, "used, with rows of several lines", f"{detail}{self.longest[0]:,} to {self.longest[1]:,}")
 
 
 def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
-    """Yield the cells of each row, or the description of its fault."""
+    """Yield each row's cells, or a description of its fault."""
     length = cells = quotes = 0
 
     def measured() -> Iterator[str]:
         nonlocal length, cells, quotes
         for line in lines:
             length += len(line)
-            # Every second part is in quotes, even if they began on a previous line; doubled quotes cancel
-            # out.
+            # Every second part is in quotes, also if they started on a previous line; doubled quotes cancel out.
             parts = line.split('"')
             cells += sum(part.count(",") for part in parts[quotes % 2 :: 2])
             quotes += len(parts) - 1
@@ -133,7 +132,7 @@ def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
             check_cells(cells)
             yield line
 
-    # strict: otherwise a misplaced quote would silently vanish, or swallow rows.
+    # Without strict, a misplaced quote would silently vanish or swallow rows.
     rows = csv.reader(measured(), strict=True)
     while True:
         length = cells = quotes = 0
@@ -152,7 +151,7 @@ def _csv_rows(lines: Iterator[str], spans: _Spans) -> Iterator[list[str] | str]:
 
 
 def _tsv_rows(opened: OpenFile) -> Iterator[list[str]]:
-    """Yield the cells of each nonempty line."""
+    """Yield each nonempty line's cells."""
     for line in _lines(opened, "\n"):
         line = line.removesuffix("\n").removesuffix("\r")
         if line:
@@ -160,13 +159,12 @@ def _tsv_rows(opened: OpenFile) -> Iterator[list[str]]:
 
 
 def _tsv_cells(line: str) -> list[str]:
-    """Return the cells of a line."""
     check_cells(line.count("\t"))
     return line.split("\t")
 
 
 def _lines(opened: OpenFile, newline: str) -> Iterator[str]:
-    """Yield lines with their ends; raise DamageError if one exceeds the maximum record length."""
+    """Yield lines with their line ends; raise DamageError if one exceeds the maximum record length."""
     # Bytes that are not UTF-8 become lone surrogates, so that they invalidate only their own row.
     text = io.TextIOWrapper(opened.stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
     try:
@@ -174,6 +172,6 @@ def _lines(opened: OpenFile, newline: str) -> Iterator[str]:
             check_length(len(line))
             yield line
     finally:
-        # Otherwise it closes the file, whose position is still needed.
+        # Detach, because TextIOWrapper would close the file, whose position is still needed.
         if not opened.stream.closed:
             text.detach()

@@ -1,4 +1,4 @@
-"""Cuts of a large file into pieces of complete records, found while its checksum is computed."""
+"""Splits a large file into pieces of complete records, found while its checksum is computed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from data_pipeline.prepare.documents import File, Piece, whole
 from data_pipeline.prepare.readers.parquet_pages import described_columns
 
 CUT_BYTES = 1 << 28
-"""About how large a piece is. Part of the format: another number would deal documents out to other shards."""
+"""Approximate piece size. Part of the format: another value would assign documents to other shards."""
 _READ_BYTES = 1 << 22
 
 
 def hash_and_cut(file: File, cut_bytes: int) -> tuple[str, list[Piece]]:
-    """Return the xxh3_128 of a file and its pieces: several for large plain JSON Lines and Parquet, otherwise one.
+    """Return a file's xxh3_128 checksum and its pieces: several for large plain JSON Lines and Parquet, otherwise one.
 
     Raises OSError if the file cannot be read.
     """
@@ -36,25 +36,26 @@ def hash_and_cut(file: File, cut_bytes: int) -> tuple[str, list[Piece]]:
         pieces = _line_pieces(file, lines.cuts)
     elif file.format.kind == "parquet" and file.size > cut_bytes:
         pieces = _group_pieces(file, cut_bytes)
+    # A single piece has no end, like a file that cannot be split.
     if len(pieces) < 2:
         pieces = [whole(file)]
     return digest.hexdigest(), pieces
 
 
 class _LineCuts:
-    """Finder of the line ends at which a file is cut, fed with its bytes."""
+    """Finds the line ends at which to split, given the file's bytes in order."""
 
     def __init__(self, cut_bytes: int) -> None:
         self.cuts: list[tuple[int, int]] = []
-        """Byte and number of lines before it, of each cut."""
+        """Byte offset of each cut, and the number of lines before it."""
         self._cut_bytes = cut_bytes
         self._at = self._lines = 0
         self._due = cut_bytes
 
     def add(self, block: bytes) -> None:
-        """Process the next bytes of the file."""
+        """Process the next bytes."""
         counted = 0
-        # The first line end that leaves at least cut_bytes on its left.
+        # Cut at the first line end that leaves at least cut_bytes on its left.
         while (newline := block.find(b"\n", max(0, self._due - 1 - self._at))) >= 0:
             stop = newline + 1
             self._lines += block.count(b"\n", counted, stop)
@@ -66,7 +67,7 @@ class _LineCuts:
 
 
 def _line_pieces(file: File, cuts: list[tuple[int, int]]) -> list[Piece]:
-    """Return the pieces of the file between these cuts."""
+    """Return the pieces between these cuts."""
     ends = [cut for cut in cuts if cut[0] < file.size]
     edges = [(0, 0), *ends, (file.size, 0)]
     return [
@@ -76,10 +77,10 @@ def _line_pieces(file: File, cuts: list[tuple[int, int]]) -> list[Piece]:
 
 
 def _group_pieces(file: File, cut_bytes: int) -> list[Piece]:
-    """Return a Parquet file as runs of row groups; empty if its footer is damaged, which the reader reports."""
+    """Return consecutive row groups as pieces; empty if the footer is damaged, which the reader reports."""
     try:
         with file.path.open("rb") as raw:
-            # Only the footer is read.
+            # Read only the footer.
             table = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
             groups = range(table.num_row_groups)
             sizes = [_compressed_bytes(table, group) for group in groups]
@@ -101,5 +102,5 @@ def _group_pieces(file: File, cut_bytes: int) -> list[Piece]:
 
 
 def _compressed_bytes(table: pq.ParquetFile, group: int) -> int:
-    """Return the bytes on disk of all columns of a row group."""
+    """Return a row group's total bytes on disk."""
     return sum(column.total_compressed_size for column in described_columns(table, group, range(len(table.schema))))

@@ -1,9 +1,9 @@
-"""A compressed file as one stream of bytes: all its frames in order, and every byte before damage.
+"""A compressed file as one byte stream: all its frames in order, and every byte before damage.
 
-Python's own streams end silently after the first stream of an ``.xz`` or ``.bz2`` that is followed by padding or
-anything else; and at damage they lose the bytes decompressed since the last call. zstandard's stream ends a truncated
-file silently, and Arrow's rejects zstd windows above 128 MiB (``zstd --long=31``). So frames are decompressed one by
-one here for all four formats: a frame is a gzip member, a bzip2 or xz stream or a zstd frame, including skippable ones.
+Python's own streams end silently after the first ``.xz`` or ``.bz2`` stream that is followed by padding or other bytes,
+and at damage they lose the bytes decompressed since the last call. zstandard's stream ends a truncated file silently,
+and Arrow's rejects zstd windows above 128 MiB (``zstd --long=31``). So this module decompresses frame by frame for all
+four formats: a frame is a gzip member, a bzip2 or xz stream, or a zstd frame, including skippable ones.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from data_pipeline.prepare.documents import DamageError
 from data_pipeline.prepare.readers.records import allowance, check_expansion
 
 _INPUT_BYTES = 2 << 10
-"""Read at a time: of zstd they can become 64 MiB, which are in memory at once. Smaller pieces take longer."""
+"""Bytes per read: as zstd they can become 64 MiB, all in memory at once. Smaller reads take longer."""
 _TEXT_BYTES = 1 << 16
-"""Given to a reader that does not say how much it wants."""
+"""Bytes returned to a reader that does not request a size."""
 _PADDING = {".gz": 1, ".bz2": 1, ".xz": 4, ".zst": 0}
-"""Zero bytes that may stand behind a frame come in multiples of this; 0: there may be none. Tapes and ``xz`` pad so."""
+"""Zero bytes after a frame come in multiples of this; 0: padding is not allowed. Tapes and ``xz`` pad in this way."""
 _OUTPUT_BYTES = 1 << 22
-"""Taken at a time of a bzip2 or xz frame: of bzip2 those 2 KiB can become gigabytes."""
+"""Maximum bytes taken at once from a bzip2 or xz frame: 2 KiB in bzip2 can become gigabytes."""
 _ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
-"""Of a frame that cannot go on."""
+"""Errors from a frame that cannot continue."""
 
 
 class _Frame(Protocol):
@@ -42,7 +42,7 @@ class _Frame(Protocol):
 
     @property
     def unused_data(self) -> bytes:
-        """Input bytes beyond the frame's end."""
+        """Input bytes after the frame's end."""
         ...
 
     def decompress(self, data: bytes, /) -> bytes:
@@ -51,10 +51,10 @@ class _Frame(Protocol):
 
 
 class Decompressed(io.BufferedIOBase):
-    """The decompressed bytes of a file. Reading raises DamageError once all bytes before the damage were read."""
+    """Decompressed bytes of a file. Reading raises DamageError only after all bytes before the damage were returned."""
 
     def __init__(self, raw: BinaryIO, compression: str) -> None:
-        """Initialize the stream; ``raw`` must be at its beginning."""
+        """Initialize the stream; ``raw`` must be at its start."""
         self._raw, self._compression = raw, compression
         self._input = b""
         self._output = memoryview(b"")
@@ -69,11 +69,10 @@ class Decompressed(io.BufferedIOBase):
         self._is_full = False
 
     def readable(self) -> bool:
-        """Return True: the stream is readable."""
         return True
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes; fewer than ``size`` before the end or before damage, which the next call raises."""
+        """Return the next bytes, fewer than ``size`` before the end or before damage, which the next call raises."""
         left = sys.maxsize
         if size is not None and size >= 0:
             left = size
@@ -113,7 +112,7 @@ class Decompressed(io.BufferedIOBase):
         return bool(self._output)
 
     def _next(self) -> bytes:
-        """Return the output of the next pieces of the file; empty at its end."""
+        """Return output from the next file blocks; empty at the end."""
         output = b""
         while not output:
             if not self._is_full:
@@ -128,7 +127,7 @@ class Decompressed(io.BufferedIOBase):
         return output
 
     def _pass_padding(self) -> None:
-        """Skip padding and begin the next frame, if there is one."""
+        """Skip padding and start the next frame, if any."""
         rest = self._input
         # Zero bytes before the first frame are not padding.
         if self._frames and _PADDING[self._compression]:
@@ -158,7 +157,7 @@ class Decompressed(io.BufferedIOBase):
             self._frames += 1
             self._frame = None
         if self._total > allowance(self._at):
-            # Keep its output so far, and nothing after it.
+            # Keep the output so far, and ignore everything after it.
             self._frame = None
             check_expansion(self._total, self._at)
         return output
@@ -167,7 +166,8 @@ class Decompressed(io.BufferedIOBase):
         """Return the rest of the current frame's output, up to the byte at which it fails."""
         if self._frame is None:
             return b""
-        # A failing call discards its output: decompress the frame again, so that it fails at an exact byte.
+        # A failing call discards its output, so decompress the frame again in single bytes near the end: it then fails
+        # at an exact byte.
         frame, output, position = _new_frame(self._compression, is_first=not self._frames), [], self._raw.tell()
         self._raw.seek(self._frame_at)
         fine, left, is_full = self._at - self._frame_at, self._given, False
@@ -199,13 +199,13 @@ class Decompressed(io.BufferedIOBase):
 
 
 def _new_frame(compression: str, *, is_first: bool) -> _Frame:
-    """Return a frame at its beginning."""
+    """Return a decompressor at the start of a frame."""
     if compression == ".gz":
         return zlib.decompressobj(16 + zlib.MAX_WBITS)
     if compression == ".bz2":
         return bz2.BZ2Decompressor()
     if compression == ".xz":
-        # The older .lzma has one stream and no magic number: anything might pass for another one.
+        # The older .lzma has one stream and no magic number: any bytes could be mistaken for another stream.
         return lzma.LZMADecompressor(lzma.FORMAT_AUTO if is_first else lzma.FORMAT_XZ)
     return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
@@ -215,5 +215,5 @@ def _some(frame: _Frame, data: bytes) -> tuple[bytes, bool]:
     if not isinstance(frame, bz2.BZ2Decompressor | lzma.LZMADecompressor):
         return frame.decompress(data), False
     output = frame.decompress(data, _OUTPUT_BYTES)
-    # bzip2 asks for input as soon as it has none, and may still hold megabytes.
+    # bzip2 requests input as soon as it has consumed it, and may still hold megabytes of output.
     return output, not frame.eof and (len(output) == _OUTPUT_BYTES or not frame.needs_input)

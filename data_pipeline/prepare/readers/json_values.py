@@ -1,4 +1,4 @@
-"""JSON Lines, and ``.json`` files: an array of objects, consecutive objects, or lines; in bounded memory."""
+"""JSON Lines, and ``.json`` files with an array of objects, consecutive objects, or lines; in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PIECE_BYTES = 1 << 20
 
 
 def read_lines(opened: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield the document of each line's object."""
+    """Yield one document per line."""
     yield from items_of(records_in_lines(opened), fields)
 
 
 def records_in_lines(opened: OpenFile, begun: bytes = b"") -> Iterator[Record | Skip]:
-    """Yield the value of each line, or a Skip with the reason there is none; blank lines are ignored.
+    """Yield each line's value, or a Skip with the reason; blank lines are ignored.
 
-    ``begun`` holds the bytes already read from the stream.
+    ``begun`` holds bytes already read from the stream.
     """
     for number, line in enumerate(_lines(opened.stream, begun), start=opened.piece.first + 1):
         if line.strip():
@@ -31,9 +31,9 @@ def records_in_lines(opened: OpenFile, begun: bytes = b"") -> Iterator[Record | 
 
 
 def _lines(stream: BinaryIO, begun: bytes) -> Iterator[bytes]:
-    """Yield lines without their newline; only ``\\n`` ends one, as JSON Lines has it."""
-    # Not the stream's own lines: they also end at \r and at Unicode's line separators.
-    # A long line comes in many pieces, which are joined once.
+    r"""Yield lines without their newline; only ``\n`` ends a line, as JSON Lines requires."""
+    # Iterating over the stream would also end lines at \r and at Unicode line separators. Collect a long line's blocks
+    # and join them once, to avoid quadratic copying.
     unfinished: list[bytes] = []
     length = 0
     piece = begun or stream.read(_PIECE_BYTES)
@@ -53,8 +53,8 @@ def _lines(stream: BinaryIO, begun: bytes) -> Iterator[bytes]:
 
 
 def _record(line: bytes, name: str) -> Record | Skip:
-    """Return the value of one line."""
-    # utf-8-sig: the first line may begin with a byte-order mark.
+    """Parse one line."""
+    # utf-8-sig: the first line may start with a byte-order mark.
     try:
         text = line.decode("utf-8-sig")
         check_values(text)
@@ -69,17 +69,17 @@ def _record(line: bytes, name: str) -> Record | Skip:
 _DECODER = json.JSONDecoder()
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _SPACE = re.compile(r"[ \t\r\n]*")
-# A literal, number or escape cut by the end of the buffer is shorter.
+# A literal, number or escape that the end of the buffer cuts is shorter than this.
 _LONGEST_SCALAR_ERROR = 16
 
 
 def read_json(opened: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield the document of each array element, value or line."""
+    """Yield one document per array element, value or line."""
     yield from items_of(records_in_json(opened), fields)
 
 
 def records_in_json(opened: OpenFile) -> Iterator[Record | Skip]:
-    """Yield each array element, value or line, depending on the file's beginning."""
+    """Yield each array element, value or line, depending on how the file starts."""
     begun, is_lines = _begin(opened.stream)
     if is_lines:
         yield from records_in_lines(opened, begun)
@@ -89,11 +89,11 @@ def records_in_json(opened: OpenFile) -> Iterator[Record | Skip]:
 
 
 def _begin(stream: BinaryIO) -> tuple[bytes, bool]:
-    """Return the beginning of the file, and whether it is JSON Lines."""
+    """Return the start of the file, and whether it is JSON Lines."""
     begun = stream.read(_PIECE_BYTES)
     while True:
         content = begun.removeprefix(_BYTE_ORDER_MARK).lstrip()
-        # An array may be the entire file in one line: do not wait for a line end.
+        # An array may be the entire file on one line, so do not wait for a line end.
         if content[:1] == b"[":
             return begun, False
         line, newline, _ = content.partition(b"\n")
@@ -104,16 +104,16 @@ def _begin(stream: BinaryIO) -> tuple[bytes, bool]:
             try:
                 piece = stream.read(max(_PIECE_BYTES, len(begun)))
             except DamageError:
-                # The next read raises it again: the line may hold complete values before it.
+                # The next read raises it again: the line may contain complete values before the damage.
                 return begun, False
         if not piece:
-            # An object that spans lines begins with "{", or with fields that a comma ends.
+            # An object that spans lines starts with "{" or with fields that end in a comma.
             return begun, line.rstrip().endswith(b"}")
         begun += piece
 
 
 def _values(buffer: _Buffer) -> Iterator[Any]:
-    """Yield the elements of the array, or the consecutive values."""
+    """Yield the array's elements, or the consecutive values."""
     if buffer.next_character() != "[":
         while buffer.next_character():
             yield buffer.take_value()
@@ -136,7 +136,7 @@ def _values(buffer: _Buffer) -> Iterator[Any]:
 
 
 class _Buffer:
-    """The part of the text being parsed. Bytes that are not UTF-8 become lone surrogates."""
+    """Window over the text being parsed. Bytes that are not UTF-8 become lone surrogates."""
 
     def __init__(self, stream: BinaryIO, begun: bytes) -> None:
         self._stream = stream
@@ -176,7 +176,7 @@ class _Buffer:
             return value
 
     def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
-        """Return whether the error may be due to the end of the buffer rather than the text."""
+        """Return whether the error may come from the end of the buffer and not from the text."""
         return error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _LONGEST_SCALAR_ERROR
 
     def _fill(self) -> bool:
@@ -185,12 +185,12 @@ class _Buffer:
         check_length(len(rest))
         check_values(rest)
         more, values, left = [rest], 0, max(_PIECE_BYTES, len(rest))
-        # Double the text, so that a long value is reparsed only a few times; but not if that has too many values.
+        # Double the text, so that a long value is parsed again only a few times, but stop at too many values.
         while left > 0 and values < MOST_VALUES:
             try:
                 piece = self._stream.read(_PIECE_BYTES)
             except DamageError:
-                # The next read raises it again: the text before it comes first.
+                # The next read raises it again: return the text before the damage first.
                 if len(more) > 1:
                     break
                 raise

@@ -1,4 +1,4 @@
-"""Detection of a file's record type from its columns or first records: texts, conversations, or something else."""
+"""Record type detection from a file's columns or first records: texts, conversations, or other data."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from data_pipeline.stores.urls import ObjectPath
 from longctx.chat.conversation import kind_of
 
 _LIST = "[]"
-"""Stands for a column that may hold lists."""
+"""Stands for a column that may contain lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Record type of a file; all fields are empty if the file cannot be read."""
+    """A file's record type; all fields are empty if the file cannot be read."""
 
     has_text: bool = False
-    """Whether there is a text in the text field."""
+    """True if the text field contains a text."""
     kind: str = ""
-    """By which field they are conversations; empty if they are none."""
+    """Conversation type, by its field; empty for other records."""
 
 
 def look(file: File, text_field: str) -> Look:
@@ -48,7 +48,7 @@ def look(file: File, text_field: str) -> Look:
 
 
 def is_plain_text(file: File, text_field: str) -> bool:
-    """Return whether a file without a known ending is plain text, not JSON or binary; True for files in a store."""
+    """Return whether a file without a known suffix is plain text, not JSON or binary; True for files in a store."""
     if isinstance(file.path, ObjectPath):
         return True
     try:
@@ -67,6 +67,7 @@ def _look_at_json(source: OpenFile, text_field: str) -> Look:
 
 
 def _look_at_csv(source: OpenFile, text_field: str) -> Look:
+    # A cell may contain JSON, so any column may hold lists.
     return _by_columns(dict.fromkeys(columns_of_csv(source), _LIST), text_field)
 
 
@@ -83,7 +84,7 @@ def _look_at_arrow(source: OpenFile, text_field: str) -> Look:
 
 
 def _first(entries: Iterable[Record | Skip], text_field: str) -> Look:
-    """Return the type of the first record that shows one."""
+    """Return the first record type found."""
     for entry in itertools.islice(entries, CHECKED_RECORDS):
         if isinstance(entry, Skip) or not isinstance(entry.value, dict):
             continue
@@ -100,6 +101,7 @@ def _by_schema(schema: pa.Schema, text_field: str) -> Look:
         shapes[field.name] = None
         if has_text(schema, field.name) or pa.types.is_list(field.type) or pa.types.is_large_list(field.type):
             shapes[field.name] = _LIST
+    # ``kind_of`` judges a record by its field names and by which of them hold lists.
     return Look(has_text(schema, text_field), kind_of(shapes))
 
 

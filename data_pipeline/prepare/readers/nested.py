@@ -1,4 +1,4 @@
-"""Rows of a table as records: the columns that a conversation needs, and the size of a row as Python values.
+"""Table rows as records: the columns that a conversation needs, and a row's size as Python values.
 
 Lists, structs and dictionaries can refer to one text any number of times within kilobytes, and each reference becomes a
 separate Python value. So rows are measured in Arrow before any value is created.
@@ -25,7 +25,7 @@ from data_pipeline.prepare.readers.records import (
 from longctx.chat.conversation import MEDIA, copied
 
 _BESIDE = ("tools", "system", *MEDIA)
-"""Columns that a conversation may have beside its own."""
+"""Optional columns in addition to a conversation's own."""
 _TO_BINARY = {
     pa.string(): pa.binary(),
     pa.large_string(): pa.large_binary(),
@@ -34,24 +34,25 @@ _TO_BINARY = {
 
 _MOST_DEPTH, _SHOWN_TYPE = 32, 100
 _VALUES_TOGETHER, _BYTES_TOGETHER = 1 << 18, 1 << 25
-"""Rows become Python's values at once if they are no more than that, and else one by one."""
+"""Limits below which rows are converted to Python values together; larger batches are converted row by row."""
 _NO_VALUES = (ValueError, ArithmeticError, LookupError)
-"""What pyarrow raises for values that Python has none for: a struct with two fields of one name, a time, no UTF-8."""
+"""Errors that pyarrow raises for values without a Python equivalent: duplicate struct fields, some times, invalid
+UTF-8."""
 _TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _VIEWS = (pa.string_view(), pa.binary_view())
 
 
 def columns_of(schema: pa.Schema, fields: Fields) -> list[str]:
-    """Return the names of the columns that documents are made of."""
+    """Return the columns needed for documents."""
     if fields.kind in ("text", PAIRS):
         return list(fields.names)
-    # A duplicated column is rejected by name if it is a required one.
+    # Leave duplicated optional columns out; a duplicated required column is rejected by name.
     beside = tuple(name for name in _BESIDE if schema.names.count(name) == 1)
     return list(fields.names + beside)
 
 
 def find_odd(schema: pa.Schema, fields: Fields) -> str:
-    """Return the problem with the columns of conversations; "" if they can be read."""
+    """Return the problem with the columns for conversations; empty if they can be read."""
     for name in columns_of(schema, fields):
         if schema.names.count(name) != 1:
             return f"there are several columns {name!r}"
@@ -62,7 +63,7 @@ def find_odd(schema: pa.Schema, fields: Fields) -> str:
 
 
 def records_in(batch: pa.RecordBatch, piece: Piece, first: int) -> Iterator[Record | Skip]:
-    """Yield the rows of a batch as records; raise DamageError if a row expands too much."""
+    """Yield a batch's rows as records; raise DamageError if a row expands too much."""
     rows: list[dict[str, Any]] = []
     values, num_bytes = _measure(batch.columns)
     if values <= _VALUES_TOGETHER and num_bytes <= _BYTES_TOGETHER:
@@ -78,7 +79,7 @@ def records_in(batch: pa.RecordBatch, piece: Piece, first: int) -> Iterator[Reco
 
 
 def _record(row: pa.RecordBatch, name: str, piece: Piece) -> Record | Skip:
-    """Return one row as a record, or a Skip with the reason it is none; raise DamageError if it expands too much."""
+    """Convert one row to a record, or to a Skip with the reason; raise DamageError if it expands too much."""
     values, num_bytes = _measure(row.columns)
     check_cells(values)
     check_length(num_bytes)
@@ -97,7 +98,7 @@ def _present(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_bytes(column: pa.Array) -> pa.Array:
-    """Return the column with UTF-8 types replaced by binary ones, so that only the rows that are not UTF-8 are lost."""
+    """Replace UTF-8 types by binary ones, so that only rows with invalid UTF-8 are lost."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return pa.DictionaryArray.from_arrays(column.indices, as_bytes(column.dictionary), safe=False)
@@ -118,7 +119,7 @@ def as_bytes(column: pa.Array) -> pa.Array:
 
 def _rebuilt(column: pa.Array, kind: pa.DataType, parts: Sequence[pa.Array]) -> pa.Array:
     """Return a list or struct with the same structure as ``column`` and other children."""
-    # Not by a view of the column, which Arrow gets wrong if a child has the null type.
+    # Build from buffers, because Arrow casts views incorrectly if a child has the null type.
     assert not column.offset, "a column of a file begins with its buffers"
     own = column.buffers()[: 1 if pa.types.is_struct(kind) else 2]
     return pa.Array.from_buffers(kind, len(column), own, children=list(parts))
@@ -138,10 +139,10 @@ def _is_plain(kind: pa.DataType, depth: int) -> bool:
 
 
 def _measure(columns: list[pa.Array]) -> tuple[int, int]:
-    """Return the number of values in columns, including lists and structs, and the bytes that they expand to."""
+    """Count the values in columns, including lists and structs, and the bytes that they expand to."""
     values = num_bytes = 0
     left = list(columns)
-    # Iterative: a schema may nest arbitrarily deep.
+    # Iterative, because a schema may nest arbitrarily deep.
     while left:
         column = left.pop()
         values += len(column)
@@ -149,7 +150,7 @@ def _measure(columns: list[pa.Array]) -> tuple[int, int]:
         if pa.types.is_dictionary(kind):
             num_bytes += _named_bytes(column)
         elif pa.types.is_nested(kind):
-            # The values of a list or the fields of a struct, only of these rows.
+            # flatten() returns a list's values or a struct's fields for these rows only.
             inner = column.flatten()
             if isinstance(inner, pa.Array):
                 inner = [inner]
@@ -162,16 +163,16 @@ def _measure(columns: list[pa.Array]) -> tuple[int, int]:
 
 
 def _named_bytes(column: pa.DictionaryArray) -> int:
-    """Return the total length of the texts of a dictionary column, each counted as often as it is referenced."""
+    """Return the total text length in a dictionary column, counting each text once per reference."""
     counted = column.indices.drop_null().value_counts()
-    # Only the referenced entries: otherwise a single row would take as long as the full dictionary.
+    # Measure only referenced entries: otherwise a single row would take as long as the full dictionary.
     named = as_bytes(column.dictionary).take(counted.field(0))
     lengths = pc.call_function("binary_length", [named]).to_numpy(zero_copy_only=False).astype(np.int64)
     return int(lengths @ counted.field(1).to_numpy())
 
 
 def _viewed_bytes(column: pa.Array) -> int:
-    """Return the total length of the texts of a column of views: many views may share the same bytes."""
+    """Return the total text length in a column of views: many views may share the same bytes."""
     # A view is 16 bytes, with the length in the first four. Arrow has no function for it.
     views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, 4)
     lengths = views[column.offset : column.offset + len(column), 0].astype(np.int64)

@@ -1,4 +1,4 @@
-"""An open file for the readers: decompressed bytes, and the reading progress."""
+"""An open file for the readers: decompressed bytes, and progress."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from data_pipeline.prepare.readers.decompressed import Decompressed
 from longctx.errors import DataError
 
 _HEAD_BYTES = 64
-"""Enough to know a Git LFS pointer by."""
+"""Enough to recognize a Git LFS pointer."""
 
 
 class OpenFile:
-    """One file, or a piece of it, being read."""
+    """A file, or a piece of it, being read."""
 
     def __init__(self, piece: Piece, raw: BinaryIO, stream: BinaryIO) -> None:
         self.piece = piece
         self.raw = raw
-        """The bytes on disk."""
+        """Bytes on disk."""
         self.stream = stream
-        """The decompressed bytes: ``raw`` itself where nothing is compressed."""
+        """Decompressed bytes; ``raw`` itself without compression."""
         self.share: float | None = None
-        """Part of the file that was read, set by readers that do not go through it from front to end."""
+        """Fraction of the file read so far, set by readers that do not read sequentially."""
 
     @property
     def file(self) -> File:
-        """The file being read."""
+        """File being read."""
         return self.piece.file
 
     @property
@@ -53,7 +53,7 @@ class OpenFile:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes on disk of the piece that were read so far."""
+        """Bytes of this piece read from disk so far."""
         if self.share is not None:
             return int(self.share * self.piece.size)
         return min(self.raw.tell() - self.piece.start, self.piece.size)
@@ -63,11 +63,11 @@ class OpenFile:
 def opened(piece: Piece) -> Iterator[OpenFile]:
     """Open a file for reading; raise OSError if the system refuses, DataError if it changed since it was listed."""
     file = piece.file
-    # By Python, not by Arrow, which takes no path that is not UTF-8.
+    # Open with Python and not with Arrow, which accepts only UTF-8 paths.
     with file.path.open("rb") as raw:
         size = raw.seek(0, os.SEEK_END)
         raw.seek(0)
-        # Half of an old file and half of a new one would be neither.
+        # Reading half an old file and half a new one would give a document that never existed.
         if size != file.size:
             raise DataError(
                 f"{file.path} has changed since it was listed: it had {file.size:,} bytes and has {size:,}.\n"

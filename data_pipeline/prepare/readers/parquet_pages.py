@@ -1,9 +1,9 @@
-"""Pages of a Parquet column chunk, as described by their own headers.
+"""Pages in a Parquet column chunk, as described by their own headers.
 
 Arrow decompresses a page at once and materializes a batch of rows. The memory for this is known neither from the
-footer, which may be wrong, nor from the size of the file: a page of kilobytes may expand to gigabytes, and a short text
-of a dictionary may occur in every row. Each page begins with a header in Thrift's compact protocol. Only the headers
-are read: the file may be in a store.
+footer, which may be wrong, nor from the file size: a page of kilobytes may expand to gigabytes, and a short dictionary
+text may occur in every row. Each page starts with a header in Thrift's compact protocol. Only the headers are read,
+because the file may be in a store.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from data_pipeline.prepare.documents import DamageError
 from data_pipeline.prepare.readers.records import ITEM_CHARACTERS, check_block
 
 DICTIONARY = 2
-"""Kind of a page; 0 and 3 hold data, and Arrow passes over any other."""
+"""Page type; 0 and 3 are data pages, and Arrow ignores any other."""
 DELTA_LENGTH, DELTA_PREFIX = 6, 7
-"""Encodings: the lengths of all texts are decoded at once; and a text may begin as the one before it does."""
+"""Encodings that decode all text lengths at once, or let a text share its predecessor's prefix."""
 _DATA = {0: 5, 3: 8}
-"""Kinds of data pages, and the field of the header that describes such a one."""
+"""Data page types, and the header field that describes each."""
 _ENCODING = {0: 2, 3: 4}
-"""The field of that description that holds the encoding."""
+"""Field in that description that contains the encoding."""
 _HEADER_BYTES, _MOST_HEADER_BYTES = 256, 16 << 20
-"""Read at first, and at most: Arrow's own bound. Statistics in a header hold whole texts."""
+"""Bytes read at first, and at most (Arrow's own bound). Header statistics contain complete texts."""
 ENTRY_BYTES = 16
-"""What an entry of a list takes beside its text: a number in a dictionary, or where the text begins."""
+"""Bytes per list entry in addition to its text: a dictionary index or a text offset."""
 _MOST_DEPTH, _MOST_ENTRIES = 16, 1000
-"""Of structs within structs, and of a list: today's headers have none."""
+"""Limits on nested structs and list length; current headers have neither."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of a column chunk."""
+    """Page in a column chunk."""
 
     kind: int
     compressed_bytes: int
     uncompressed_bytes: int
     num_values: int = 0
-    """Rows with nulls; 0 of a dictionary page."""
+    """Values including nulls; 0 for a dictionary page."""
     encoding: int = 0
 
 
 def described_columns(table: pq.ParquetFile, group: int, numbers: Sequence[int]) -> list[pq.ColumnChunkMetaData]:
-    """Return the footer's metadata of columns of a row group; raise ArrowException or OSError if it is damaged.
+    """Return the footer's column metadata for a row group; raise ArrowException or OSError if it is damaged.
 
-    pyarrow's own classes crash the process on damage (26.0), because some of Arrow's exceptions are not caught. Its
-    reader converts them into Python exceptions, so the reader is first asked for zero rows of the columns.
+    pyarrow's own classes crash the process on damage (26.0), because some Arrow exceptions are not caught. Its reader
+    converts them into Python exceptions, so first request zero rows from these columns.
     """
     for _ in table.reader.iter_batches(0, row_groups=[group], column_indices=list(numbers), use_threads=False):
         pass
@@ -59,9 +59,9 @@ def described_columns(table: pq.ParquetFile, group: int, numbers: Sequence[int])
 
 
 def longest_row(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
-    """Return the approximate maximum memory in bytes of a row of a column chunk; the file position is unchanged.
+    """Return a column chunk's approximate maximum memory per row in bytes; the file position is unchanged.
 
-    Raises DamageError if a page expands to far more than its size, or has an unreadable header.
+    Raises DamageError if a page expands to far more than its size or has an unreadable header.
     """
     at = raw.tell()
     try:
@@ -71,10 +71,10 @@ def longest_row(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
 
 
 def longest_in_lists(raw: BinaryIO, column: pq.ColumnChunkMetaData, num_rows: int) -> tuple[int, int]:
-    """Return the approximate memory in bytes of a row of lists, and the chunk's total number of values.
+    """Return the approximate memory per row of lists in bytes, and the chunk's total value count.
 
-    For a dictionary, which is kept, a row holds the indices of its entries. As in ``longest_row``, raises DamageError
-    if a page expands to far more than its size.
+    Dictionaries stay encoded, so a row holds the indices of its entries. Like ``longest_row``, raises DamageError if a
+    page expands to far more than its size.
     """
     at = raw.tell()
     longest = values = 0
@@ -86,7 +86,7 @@ def longest_in_lists(raw: BinaryIO, column: pq.ColumnChunkMetaData, num_rows: in
                 longest = max(longest, taken)
     finally:
         raw.seek(at)
-    # The row of a value is stored in the pages: before they are read, only a mean is known.
+    # Which row a value belongs to is stored in the pages: before they are read, only a mean is known.
     return (longest + ENTRY_BYTES) * (1 + values // max(1, num_rows)), values
 
 
@@ -105,17 +105,19 @@ def read_pages(raw: BinaryIO, column: pq.ColumnChunkMetaData) -> Iterator[Page]:
 
 
 def _longest(page: Page) -> int:
-    """Return the approximate maximum memory in bytes of a row of the page; raise DamageError if it expands too much."""
+    """Return a page's approximate maximum memory per row in bytes; raise DamageError if it expands too much."""
     check_block(page.uncompressed_bytes, page.compressed_bytes)
     if page.encoding in (DELTA_LENGTH, DELTA_PREFIX):
         check_block(page.num_values * ITEM_CHARACTERS, page.compressed_bytes)
+    # Any row may refer to the longest dictionary entry or share a long prefix, so assume the full page per row;
+    # otherwise assume the mean.
     if page.kind == DICTIONARY or page.encoding == DELTA_PREFIX:
         return page.uncompressed_bytes
     return page.uncompressed_bytes // max(1, page.num_values)
 
 
 def _read_page(raw: BinaryIO, begin: int, stop: int) -> tuple[Page, int]:
-    """Return the page that begins here, and the start of the next one."""
+    """Read the page that starts here, and return it with the next page's offset."""
     count = _HEADER_BYTES
     while True:
         raw.seek(begin)
@@ -130,11 +132,12 @@ def _read_page(raw: BinaryIO, begin: int, stop: int) -> tuple[Page, int]:
                 raise DamageError("the header of a page is cut off") from error
         except (ValueError, KeyError, TypeError) as error:
             raise DamageError("the header of a page cannot be read") from error
+        # Statistics with long texts make headers larger than the first read.
         count *= 16
 
 
 def _page_of(header: dict[int, Any]) -> Page:
-    """Return the page that a header describes; raise KeyError, TypeError or ValueError if the header is invalid."""
+    """Build the page from its header; raise KeyError, TypeError or ValueError if the header is invalid."""
     kind, uncompressed, compressed = (header[field] for field in (1, 2, 3))
     num_values = encoding = 0
     if kind in _DATA:
@@ -146,15 +149,15 @@ def _page_of(header: dict[int, Any]) -> Page:
 
 
 class _Compact:
-    """Reader of a struct in Thrift's compact protocol; raises IndexError or struct.error if the bytes end early."""
+    """Reader for a struct in Thrift's compact protocol; raises IndexError or struct.error if the bytes end early."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
         self.at = 0
-        """How much was read."""
+        """Bytes consumed."""
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """Return the fields of a struct by number; texts and lists are skipped."""
+        """Return a struct's fields by number; texts and lists are skipped."""
         if depth > _MOST_DEPTH:
             raise ValueError("structs within structs")
         fields: dict[int, Any] = {}
@@ -162,14 +165,15 @@ class _Compact:
         while head := self._byte():
             number = number + (head >> 4) if head >> 4 else self._whole()
             kind = head & 15
-            # Arrow takes the last of two, or the one of the right type, and truncates numbers to 16 bits.
+            # Reject both: Arrow takes the last of two equal fields, or the one with the right type, and truncates field
+            # numbers to 16 bits.
             if number in fields or not 0 <= number < 1 << 15:
                 raise ValueError(f"field {number}")
             fields[number] = kind == 1 if kind in (1, 2) else self._value(kind, depth)
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
-        """Return a value: a number or struct, None for any other type."""
+        """Return a number or struct; skip values of any other type."""
         if kind in (4, 5, 6):
             return self._whole()
         if kind == 12:
@@ -223,7 +227,7 @@ class _Compact:
 
 
 def _checked(count: int) -> int:
-    """Return the length of a list; raise ValueError if it is too long."""
+    """Return a list's length; raise ValueError if it is too long."""
     if count > _MOST_ENTRIES:
         raise ValueError("a list in a header")
     return count

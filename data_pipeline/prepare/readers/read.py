@@ -1,4 +1,4 @@
-"""Reading of one file, and a check of it before reading: the file name's ending selects the reader."""
+"""Reads one file, or checks it before reading; the file name's suffix selects the reader."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from longctx.errors import DataError
 from longctx.untrusted import git_lfs
 
 DAMAGE = (DamageError, OSError, pa.ArrowException, UnicodeDecodeError)
-"""What ends a file. Arrow's own names of columns may be no UTF-8 in a damaged one."""
+"""Errors that end a file. In a damaged file even Arrow's column names may be invalid UTF-8."""
 CHECKED_RECORDS = 64
 UNREADABLE = "cannot be read"
-"""The reason of a file that the system refuses."""
+"""Reason for a file that the system refuses to open."""
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")
 
 
 def read(piece: Piece, fields: Fields) -> Iterator[tuple[Item, int]]:
-    """Yield the documents of one file or piece, each with the number of bytes on disk read so far.
+    """Yield a file's or piece's documents, each with the number of bytes on disk read so far.
 
     A damaged file ends with a Skip that reports it, after the documents before the damage. Raises DataError if the
-    system fails to read a file that could be opened: another reading could give other documents.
+    system fails to read a file that could be opened: another attempt could give other documents.
     """
     if piece.joined is not None:
         yield from _read_joined(piece.joined, fields)
@@ -62,17 +62,17 @@ def read(piece: Piece, fields: Fields) -> Iterator[tuple[Item, int]]:
             ) from error
         yield _damaged(file, error, documents), piece.size
         return
-    # A piece may consist of blank lines only: this does not make its file empty.
+    # A piece may contain only blank lines, which does not make its file empty.
     if not items and piece.stop is None:
         yield Skip(file.name, "empty"), piece.size
 
 
 def _read_joined(joined: Joined, fields: Fields) -> Iterator[tuple[Item, int]]:
-    """Yield the skips of a joined directory, file by file, and then its document, if there is any text."""
-    # Joined once at the end: otherwise a document of many files would be copied with each file.
+    """Yield a joined directory's skips, file by file, and then its document if there is any text."""
+    # Join once at the end: otherwise a document with many files would be copied for each file.
     texts: list[str] = []
     passed = characters = 0
-    # Each file alone may expand to more than its part of a document.
+    # Each file alone may expand to more than its share of a document.
     most = allowance(sum(file.size for file in joined.files))
     for file in joined.files:
         for item, bytes_read in read(whole(file), fields):
@@ -91,8 +91,8 @@ def _read_joined(joined: Joined, fields: Fields) -> Iterator[tuple[Item, int]]:
 
 
 def check(file: File, fields: Fields) -> Skip | None:
-    """Return a Skip if none of the file can be used, judged by its schema or first records; otherwise None."""
-    # Opening an object costs a request, and reveals nothing about a text.
+    """Check a file's schema or first records; return a Skip if the file is unusable."""
+    # Opening an object costs a request and reveals nothing about a text.
     if file.format.kind == "text" and isinstance(file.path, ObjectPath):
         return None
     try:
@@ -107,19 +107,19 @@ def check(file: File, fields: Fields) -> Skip | None:
 
 
 def _pointer(file: File) -> Skip:
-    """Return the skip of a file that Git LFS has not fetched."""
+    """Return the skip for a file that Git LFS has not fetched."""
     return Skip(file.name, "Git LFS pointer", git_lfs.ADVICE, is_fault=True)
 
 
 def _damaged(file: File, error: BaseException, documents: int) -> Skip:
-    """Return the skip of the rest of a damaged file."""
+    """Return the skip for the rest of a damaged file."""
     # Arrow's messages may continue with hints for programmers.
     detail = (str(error) or type(error).__name__).splitlines()[0]
     return Skip(file.name, "damaged", f"{detail}; {documents} documents before it are used", is_fault=True)
 
 
 def _check(item: Item, kind: str) -> tuple[Item, int]:
-    """Return the item, or a Skip if no tokenizer can reproduce its text, and its number of characters in memory."""
+    """Return the item, or a Skip if no tokenizer can reproduce its text, with its length in characters."""
     if isinstance(item, Skip):
         return item, 0
     if not item.text:
@@ -127,15 +127,15 @@ def _check(item: Item, kind: str) -> tuple[Item, int]:
     text = item.text
     try:
         if item.conversation is not None:
-            # All its strings, including unspoken ones: a template may write any of them.
+            # Check all strings, not only the messages' text: a template may render any of them.
             parts = [item.conversation.messages, item.conversation.tools]
             text = json.dumps(parts, ensure_ascii=False, allow_nan=False)
         text.encode()
     except UnicodeEncodeError:
-        # The readers of these formats put a surrogate of this range in place of a byte that is not UTF-8.
+        # These formats' readers replace bytes that are not UTF-8 by surrogates in this range.
         if kind in ("csv", "tsv", "json") and _ESCAPED_BYTE.search(text):
             return Skip(item.name, "not UTF-8", is_fault=True), 0
-        # JSON can spell half of a surrogate pair, which is not a character.
+        # JSON can contain half a surrogate pair, which is not a character.
         return Skip(item.name, "lone surrogate"), 0
     except (TypeError, ValueError, RecursionError) as error:
         return no_json(item.name, error), 0
@@ -143,7 +143,7 @@ def _check(item: Item, kind: str) -> tuple[Item, int]:
 
 
 def _check_records(source: OpenFile, fields: Fields) -> Skip | None:
-    """Return the first record's fault if none of the first records can be used."""
+    """Return the first record's fault if all first records are unusable."""
     first_fault = None
     for item in itertools.islice(_READERS[source.file.format.kind](source, fields), CHECKED_RECORDS):
         if not isinstance(item, Skip) or not item.is_fault:

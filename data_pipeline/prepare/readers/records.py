@@ -1,4 +1,4 @@
-"""Conversion of records to documents, and all size limits of records and of expanded files."""
+"""Conversion from records to documents, and all size limits on records and on expanded files."""
 
 from __future__ import annotations
 
@@ -9,39 +9,41 @@ from typing import Any, BinaryIO, NamedTuple
 from data_pipeline.prepare.documents import PAIRS, DamageError, Document, Fields, Item, Skip
 from longctx.chat.conversation import NoConversationError, conversation_of, spoken
 
+# Limits against decompression bombs and damaged lengths: sources may come from anywhere, and one bad file must not
+# exhaust a builder's memory.
 MAX_RECORD_BYTES = 1 << 30
-"""A longer line, array element, CSV line or compressed text is taken for damage, so that none fills the memory."""
+"""A longer line, array element, CSV row or compressed text is treated as damage, so that it cannot fill the memory."""
 FREE_BYTES = 64 << 20
-"""What any file may become, however small it is."""
+"""Expanded size allowed for any file, however small."""
 MAX_GROWTH = 4096
-"""Times its own size that a file may become beyond that: gzip packs a thousandfold."""
+"""Expansion factor allowed beyond that: gzip can compress a thousandfold."""
 MAX_BLOCK_GROWTH = 64
-"""Times its own size that a page or batch of a table may become beyond a record: all of it is in memory at once."""
+"""Expansion factor allowed for a table page or batch beyond one record: all of it is in memory at once."""
 ITEM_CHARACTERS = 256
-"""What a document or skip counts as beside its text, by the time it takes: a table can hold a billion nulls in
-kilobytes."""
+"""Characters counted per document or skip in addition to its text, in proportion to the time it takes: a table can
+contain a billion nulls in kilobytes."""
 MOST_VALUES = 4_000_000
-"""Values of one record, cells too: parsed, an empty array of three bytes takes 64."""
+"""Maximum values per record, including cells: a parsed empty array takes 64 bytes for its three bytes of text."""
 _MOST_NAMES, _MOST_NAME = 12, 60
 _TOKEN = re.compile(r'[,:{\[]|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""What stands before a value in JSON, or a string, also one that is cut."""
+"""A token that precedes a JSON value, or a string, possibly truncated."""
 
 
 EMPTY_SIDE = "a side is empty"
-"""The reason of a pair without a source or a target."""
+"""Reason for a pair without a source or a target."""
 NO_CONVERSATION = "no conversation"
-"""The reason of a record or file that is read as conversations and is none."""
+"""Reason for a record or file that is read as conversations but contains none."""
 
 
 class Record(NamedTuple):
-    """A value in a file, and the name of its document."""
+    """A value in a file, and its document's name."""
 
     name: str
     value: Any
 
 
 def items_of(entries: Iterable[Record | Skip], fields: Fields) -> Iterator[Item]:
-    """Yield the document of each record, or a Skip with the reason there is none."""
+    """Convert each record to a document, or to a Skip with the reason."""
     for entry in entries:
         if isinstance(entry, Skip):
             yield entry
@@ -50,7 +52,7 @@ def items_of(entries: Iterable[Record | Skip], fields: Fields) -> Iterator[Item]
 
 
 def item_of(record: Record, fields: Fields) -> Item:
-    """Return the document of a JSON object, or a Skip with the reason; a JSON null is skipped, as Parquet's is."""
+    """Convert a JSON object to a document, or to a Skip with the reason; a JSON null is skipped like a Parquet null."""
     name, value = record
     if not isinstance(value, dict):
         return Skip(name, "not a JSON object", f"it is a {type(value).__name__}", is_fault=True)
@@ -70,7 +72,7 @@ def item_of(record: Record, fields: Fields) -> Item:
 
 
 def _pair(name: str, value: dict[str, Any], fields: Fields) -> Item:
-    """Return the document of a record with two texts."""
+    """Convert a record with two texts."""
     sides = []
     for field in fields.names:
         text = value[field]
@@ -86,11 +88,12 @@ def _pair(name: str, value: dict[str, Any], fields: Fields) -> Item:
             return Skip(name, EMPTY_SIDE, f"{field!r} is empty")
         sides.append(text)
     source, target = sides
+    # The joined text only serves duplicate detection and length bounds.
     return Document(name, f"{source}\n{target}", pair=(source, target))
 
 
 def _conversation(name: str, value: dict[str, Any], kind: str) -> Item:
-    """Return the document of a record that has the fields of a conversation."""
+    """Convert a record with a conversation's fields."""
     try:
         conversation = conversation_of(value, kind)
         return Document(name, spoken(conversation), conversation)
@@ -104,7 +107,7 @@ def _conversation(name: str, value: dict[str, Any], kind: str) -> Item:
 
 
 def no_json(name: str, error: Exception) -> Skip:
-    """Return the skip of a conversation that JSON cannot represent: tables may hold dates, bytes and infinities."""
+    """Return the skip for a conversation that JSON cannot represent: tables may contain dates, bytes and infinities."""
     detail = str(error)
     if isinstance(error, RecursionError):
         detail = "it nests values too deep"
@@ -112,12 +115,12 @@ def no_json(name: str, error: Exception) -> Skip:
 
 
 def find_missing(fields: Fields, names: Collection[str]) -> str:
-    """Return the first field that a document needs and ``names`` lacks; "" if all are there."""
+    """Return the first required field missing from ``names``; empty if all are present."""
     return next((field for field in fields.names if field not in names), "")
 
 
 def no_field(name: str, field: str, fields: Iterable[str], with_text: Iterable[str]) -> Skip:
-    """Return the skip of a file or record that lacks a required field; its detail lists the existing fields."""
+    """Return the skip for a file or record without a required field; its detail lists the existing fields."""
     detail = f"fields: {_listed(fields)}; with text: {_listed(with_text)}"
     return Skip(name, no_field_reason(field), detail, is_fault=True)
 
@@ -139,13 +142,13 @@ def allowance(num_bytes: int) -> int:
 
 
 def check_expansion(size: int, num_bytes: int) -> None:
-    """Raise DamageError if ``size``, the bytes or characters expanded from ``num_bytes`` of a file, is too large."""
+    """Raise DamageError if ``size``, the bytes or characters expanded from ``num_bytes`` on disk, is too large."""
     if size > allowance(num_bytes):
         raise DamageError(f"{num_bytes:,} bytes of it become more than {allowance(num_bytes):,}")
 
 
 def check_block(size: int, num_bytes: int) -> None:
-    """Raise DamageError if ``size``, the bytes expanded from a page or batch of ``num_bytes``, is too large."""
+    """Raise DamageError if ``size``, the bytes expanded from a page or batch with ``num_bytes``, is too large."""
     check_expansion(size, num_bytes)
     most = MAX_RECORD_BYTES + MAX_BLOCK_GROWTH * num_bytes
     if size > most:
@@ -160,7 +163,7 @@ def check_cells(count: int) -> None:
 
 def check_values(text: str) -> None:
     """Raise DamageError if JSON has too many values, before they are created."""
-    # Most records are far below the limit, and most apparent separators are inside strings.
+    # Fast path: most records are far below the limit even if separators inside strings are counted.
     if sum(map(text.count, ",:{[")) <= MOST_VALUES:
         return
     count = 0
@@ -173,7 +176,7 @@ def read_bounded(stream: BinaryIO) -> bytes:
     """Return the rest of a stream; raise DamageError, without reading on, if it exceeds the maximum record length."""
     pieces: list[bytes] = []
     left = MAX_RECORD_BYTES + 1
-    # Read to the end: before damage a compressed stream returns less than requested.
+    # Loop to the end: before damage a compressed stream returns less than requested.
     while left and (piece := stream.read(left)):
         pieces.append(piece)
         left -= len(piece)

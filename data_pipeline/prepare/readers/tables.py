@@ -1,4 +1,4 @@
-"""Parquet and Arrow: a row is one document."""
+"""Parquet and Arrow tables: each row is one document."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from data_pipeline.prepare.readers.records import (
 
 _ROWS = 256
 _BATCH_BYTES = 1 << 25
-"""Text of a batch of rows, about: rows of megabytes come one by one."""
+"""Approximate text bytes per batch: rows of megabytes are read one by one."""
 _FILE_MAGIC = b"ARROW1"
 _NOT_ARROW = (pa.ArrowInvalid, OSError)
-"""What Arrow raises for bytes that mean nothing, and the system for a disk that fails: ``read`` tells them apart."""
+"""Arrow raises these for invalid bytes, the system for a failing disk; ``read`` distinguishes them."""
 _FILE_STREAM = 8
-"""Where the stream in an Arrow IPC file begins: behind the magic and two bytes of padding."""
+"""Start of the stream in an Arrow IPC file, after the magic and two padding bytes."""
 _FILE_END = 10
-"""Bytes behind its index: the index's length in four, and the magic."""
+"""Bytes after the footer: its length in four bytes, and the magic."""
 
 
 def read_parquet(opened: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield one document per row, reading batches of rows: a table may be larger than memory."""
+    """Yield one document per row, in batches of rows: a table may be larger than memory."""
     with _parquet(opened) as table:
         problem = _find_problem(opened.name, table.schema_arrow, fields)
         if problem is not None:
             yield problem
             return
         columns, dictionaries = columns_of(table.schema_arrow, fields), []
-        # In a list one text may occur any number of times in a row: keep it once.
+        # A text in a list may occur any number of times per row: keep dictionaries encoded, so that it is stored once.
         if fields.kind != "text":
             dictionaries = [table.schema.column(leaf).path for leaf in _leaves(table, columns)]
     with _parquet(opened, dictionaries) as table:
@@ -51,7 +51,7 @@ def read_parquet(opened: OpenFile, fields: Fields) -> Iterator[Item]:
         if opened.piece.stop is not None:
             groups = range(opened.piece.start, opened.piece.stop)
         done, total = 0, sum(table.metadata.row_group(group).num_rows for group in groups)
-        # Group by group: one may have rows of megabytes, and the others short ones.
+        # Batch sizes are chosen per row group: one may have rows of megabytes, and another short ones.
         for group in groups:
             rows = _batch_rows(opened.raw, table, group, columns, is_nested=fields.kind != "text")
             for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
@@ -62,7 +62,7 @@ def read_parquet(opened: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def read_arrow(opened: OpenFile, fields: Fields) -> Iterator[Item]:
-    """Yield one document per row of an Arrow IPC file or stream, batch by batch."""
+    """Yield one document per row in an Arrow IPC file or stream, batch by batch."""
     schema, batches = _open_arrow(opened)
     problem = _find_problem(opened.name, schema, fields)
     if problem is not None:
@@ -72,10 +72,10 @@ def read_arrow(opened: OpenFile, fields: Fields) -> Iterator[Item]:
     number = 0
     for batch in batches:
         chosen = batch.select(columns)
-        # Arrow trusts the offsets in a file; a damaged one would read beyond the buffer. UTF-8 is not validated here: a
-        # million views of one text would be checked one by one.
+        # Arrow trusts the offsets in a file, and damaged ones would read beyond the buffer. UTF-8 is not validated
+        # here: a million views on one text would be checked one by one.
         for column in chosen.columns:
-            # Its lengths first: Arrow crashes the process if a child is shorter than its parent requires.
+            # Validate lengths first: Arrow crashes the process if a child is shorter than its parent requires.
             column.validate()
             as_bytes(column).validate(full=True)
         for start in range(0, len(chosen), _ROWS):
@@ -84,12 +84,12 @@ def read_arrow(opened: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def check_parquet(opened: OpenFile, fields: Fields) -> Skip | None:
-    """Return a Skip if the file cannot be read, judged by its schema; otherwise None."""
+    """Check the schema; return a Skip if the file cannot be read."""
     return _find_problem(opened.name, schema_of_parquet(opened), fields)
 
 
 def check_arrow(opened: OpenFile, fields: Fields) -> Skip | None:
-    """Return a Skip if the file cannot be read, judged by its schema; otherwise None."""
+    """Check the schema; return a Skip if the file cannot be read."""
     return _find_problem(opened.name, schema_of_arrow(opened), fields)
 
 
@@ -106,12 +106,12 @@ def schema_of_arrow(opened: OpenFile) -> pa.Schema:
 
 
 def has_text(schema: pa.Schema, name: str) -> bool:
-    """Return whether there is a column of this name that holds text."""
+    """Return whether a text column has this name."""
     return name in schema.names and _is_text(schema.types[schema.names.index(name)])
 
 
 def _items(batch: pa.RecordBatch, columns: Sequence[str], fields: Fields, piece: Piece, first: int) -> Iterator[Item]:
-    """Yield the documents of some rows."""
+    """Yield the documents in some rows."""
     if fields.kind == "text":
         yield from _rows(batch.column(0), piece.file.name, first)
     else:
@@ -119,16 +119,16 @@ def _items(batch: pa.RecordBatch, columns: Sequence[str], fields: Fields, piece:
 
 
 def _parquet(opened: OpenFile, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
-    """Open a table; columns of ``dictionaries`` stay dictionary-encoded if they are so in the file."""
+    """Open a table; columns in ``dictionaries`` stay dictionary-encoded if they are stored so."""
     if opened.file.format.compression:
         raise pa.ArrowInvalid("Parquet within another compression; decompress the file first")
-    # Buffered, without read-ahead: otherwise a full row group of the column is in memory.
+    # Buffered without read-ahead: otherwise a column's full row group is in memory.
     opened.raw.seek(0)
     return pq.ParquetFile(opened.raw, buffer_size=1 << 20, pre_buffer=False, read_dictionary=list(dictionaries))
 
 
 def _leaves(table: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
-    """Return the indices of the leaf columns at and below these columns."""
+    """Return the leaf column indices at and below these columns."""
     paths = [table.schema.column(number).path for number in range(len(table.schema))]
     return [number for number, path in enumerate(paths) if any(f"{path}.".startswith(f"{name}.") for name in columns)]
 
@@ -136,12 +136,10 @@ def _leaves(table: pq.ParquetFile, columns: Sequence[str]) -> list[int]:
 def _batch_rows(
     raw: BinaryIO, table: pq.ParquetFile, group: int, columns: Sequence[str], *, is_nested: bool = False
 ) -> int:
-    """Return the number of rows of a row group to decompress at once.
-
-    Arrow materializes the rows of a batch. A dictionary with one long text and a thousand rows that refer to it takes
-    kilobytes in the file, so a row is assumed to be as large as the dictionary may be (``parquet_pages``). For lists,
-    dictionaries are kept: there the number of entries is the quantity that can grow too large within kilobytes.
-    """
+    """Return how many rows of a row group to decompress at once."""
+    # Arrow materializes a batch's rows. A dictionary with one long text and a thousand rows that refer to it takes
+    # kilobytes in the file, so assume that a row is as large as its dictionary may be (``parquet_pages``). Lists keep
+    # their dictionaries encoded: there the entry count can grow too large within kilobytes.
     described = described_columns(table, group, _leaves(table, columns))
     if is_nested:
         num_rows = table.metadata.row_group(group).num_rows
@@ -155,7 +153,7 @@ def _batch_rows(
 
 
 def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Return schema and batches; the file's first bytes determine whether it is a file or a stream."""
+    """Return schema and batches; the first bytes determine whether the format is a file or a stream."""
     is_file = not opened.file.format.compression and opened.raw.read(len(_FILE_MAGIC)) == _FILE_MAGIC
     if not opened.file.format.compression:
         opened.raw.seek(0)
@@ -171,18 +169,18 @@ def _open_arrow(opened: OpenFile) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
 
 
 def _stream_batches(stream: pa.ipc.RecordBatchStreamReader, opened: OpenFile) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an Arrow IPC stream; raise DamageError if more data follows its end."""
+    """Yield the batches in an Arrow IPC stream; raise DamageError if more data follows its end."""
     yield from stream
-    # Arrow stops there, and silently ignores a second stream.
+    # Arrow stops there and silently ignores a second stream.
     if opened.stream.read(1):
         raise DamageError("there is more behind the end of the stream")
 
 
 def _file_batches(stream: pa.ipc.RecordBatchStreamReader, opened: OpenFile) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an Arrow IPC file, one after the other as in the stream that it contains.
+    """Yield the batches in an Arrow IPC file, in the order of the stream that it contains.
 
-    Its index is at the end: a truncated file has none, and in two concatenated files the second index points into the
-    first file. Both raise DamageError after the batches that are there.
+    Its footer is at the end: a truncated file has none, and in two concatenated files the second footer points into the
+    first file. Both raise DamageError after the batches that can be read.
     """
     raw, begin = opened.raw, opened.raw.tell()
     problem, count = None, 0
@@ -197,7 +195,7 @@ def _file_batches(stream: pa.ipc.RecordBatchStreamReader, opened: OpenFile) -> I
             yield batch
             done += 1
     except _NOT_ARROW:
-        # Older writers omit the end of the stream: the index follows, which is not part of it.
+        # Older writers omit the end-of-stream marker, so the footer follows, which is not part of the stream.
         if problem is not None or done < count:
             raise
         return
@@ -208,7 +206,7 @@ def _file_batches(stream: pa.ipc.RecordBatchStreamReader, opened: OpenFile) -> I
 
 
 def _index_at(raw: BinaryIO) -> int:
-    """Return the offset of the index of an Arrow IPC file; the file position is unchanged."""
+    """Return the footer's offset in an Arrow IPC file; the file position is unchanged."""
     at = raw.tell()
     end = raw.seek(-_FILE_END, os.SEEK_END)
     length = int.from_bytes(raw.read(_FILE_END - len(_FILE_MAGIC)), "little")
@@ -217,7 +215,7 @@ def _index_at(raw: BinaryIO) -> int:
 
 
 def _find_problem(name: str, schema: pa.Schema, fields: Fields) -> Skip | None:
-    """Return the skip of a table that lacks a column or has one of the wrong type; otherwise None."""
+    """Return a Skip if a required column is missing or has the wrong type."""
     with_text = [field.name for field in schema if _is_text(field.type)]
     names = with_text
     if fields.kind != "text":
@@ -234,7 +232,7 @@ def _find_problem(name: str, schema: pa.Schema, fields: Fields) -> Skip | None:
 
 
 def _is_text(column: pa.DataType) -> bool:
-    """Return whether a column holds text, or bytes that may be text."""
+    """Return whether a column contains text, or bytes that may be text."""
     if pa.types.is_dictionary(column):
         return _is_text(column.value_type)
     tests = (
@@ -248,7 +246,7 @@ def _is_text(column: pa.DataType) -> bool:
 
 
 def _rows(column: pa.Array, file: str, first: int) -> Iterator[Item]:
-    """Yield the documents of some rows of the text column."""
+    """Yield the documents in some rows of the text column."""
     for number, text in enumerate(_values(column), start=first):
         name = f"{file}:{number}"
         try:
@@ -264,7 +262,7 @@ def _rows(column: pa.Array, file: str, first: int) -> Iterator[Item]:
 
 
 def _values(column: pa.Array) -> Iterator[str | bytes | None]:
-    """Yield the texts of a column one by one, including those of a dictionary."""
+    """Yield a column's texts one by one, resolving dictionary entries."""
     if not pa.types.is_dictionary(column.type):
         for value in as_bytes(column):
             yield value.as_py()

@@ -1,11 +1,11 @@
-"""Plain text: a file is one document, unless it holds JSON records and the user did not request to read them as text.
+"""Plain text: a file is one document, unless it contains JSON records and the user did not request them as text.
 
-Otherwise their braces and escapes would be trained on. Only the user knows the intent, so a JSON file without a JSON
-ending is skipped, with advice on the options that select a format. JSON is recognized by the beginning: objects in
-lines, or a first object, also of an array, that has the text field or the fields of a conversation. A single object
-without them is taken for text: most often it is a configuration or a map among the files of a program.
+Without this check, training would include their braces and escapes. Only the user knows the intent, so a JSON file
+without a JSON suffix is skipped, with a hint at the options that select a format. JSON is recognized by the start of
+the file: objects in lines, or a first object (also in an array) with the text field or a conversation's fields. A
+single object without them counts as text: most often it is a configuration file in a code repository.
 
-Among conversations a text is not one of them, and is skipped.
+Among conversations, plain texts are skipped.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from longctx.chat.conversation import FIELDS, kind_of
 UNNAMED_JSON = "JSON, not named so"
 
 _PROBE_BYTES, _MOST_BYTES = 1 << 13, 1 << 20
-"""Read of every file; and of one that may be JSON, whose first record may be long."""
+"""Bytes read from every file, and from one that may be JSON, whose first record may be long."""
 _DECODER = json.JSONDecoder()
 _NEXT_LINE = re.compile(r"[ \t]*\r?\n\s*")
 
 
 def begin_of_text(stream: BinaryIO) -> bytes:
-    """Return enough of the beginning of a text to determine whether it is JSON."""
+    """Read enough of a text's start to determine whether it is JSON."""
     head = stream.read(_PROBE_BYTES)
     if _first_characters(head) in ("{", "["):
         head += stream.read(_MOST_BYTES - _PROBE_BYTES)
@@ -40,7 +40,7 @@ def begin_of_text(stream: BinaryIO) -> bytes:
 
 
 def find_records(head: bytes, text_field: str, name: str) -> Skip | None:
-    """Return the skip of a file whose beginning ``head`` shows JSON records; None for any other text."""
+    """Return a Skip if the file's start ``head`` contains JSON records."""
     if _first_characters(head) not in ("{", "[") or not _holds_records(head, text_field):
         return None
     pattern = shlex.quote(glob.escape(name))
@@ -49,20 +49,20 @@ def find_records(head: bytes, text_field: str, name: str) -> Skip | None:
 
 
 def _first_characters(head: bytes) -> str:
-    """Return the first non-space character; empty if there is none."""
+    """Return the first non-space character, if any."""
     return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1].decode("latin-1")
 
 
 def _holds_records(head: bytes, text_field: str) -> bool:
     text = head.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace").lstrip()
     is_array = text.startswith("[")
-    # Use the first element of an array.
+    # Judge an array by its first element.
     text = text.removeprefix("[").lstrip()
     if not text.startswith("{"):
         return False
     first, stop = _object(text, 0)
     if first is None:
-        # The first record is longer than the part that was read.
+        # The first record is longer than the part that was read, so search it for a known field.
         names = [text_field]
         names += [fields[-1] for fields in FIELDS.values()]
         keys = "|".join(re.escape(json.dumps(name)) for name in names)
@@ -74,7 +74,7 @@ def _holds_records(head: bytes, text_field: str) -> bool:
 
 
 def _object(text: str, start: int) -> tuple[dict | None, int]:
-    """Return the JSON object that begins here and its end; None if there is none."""
+    """Parse the JSON object that starts here, if any, and return it with its end."""
     try:
         value, stop = _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -89,16 +89,16 @@ _BINARY = "binary"
 
 
 def check_text(opened: OpenFile, fields: Fields) -> Skip | None:
-    """Return a Skip if a file is not text, judged by its beginning; None if it may be text."""
+    """Check a file's start; return a Skip if it is not text."""
     problem = _find_problem(begin_of_text(opened.stream), opened, fields)
-    # A binary file is reported when it is read.
+    # Reading the file reports it if it is binary.
     if problem is not None and problem.reason == _BINARY:
         return None
     return problem
 
 
 def may_be_text(opened: OpenFile, fields: Fields) -> bool:
-    """Return whether a file is a text, judged by its beginning."""
+    """Return whether a file is plain text, judged by its start."""
     return _find_problem(begin_of_text(opened.stream), opened, Fields(text=fields.text)) is None
 
 
@@ -109,7 +109,7 @@ def read_text(opened: OpenFile, fields: Fields) -> Iterator[Item]:
     if problem is not None:
         yield problem
         return
-    # A plain file is as large as it is on disk; a few compressed kilobytes can expand to terabytes.
+    # A plain file is as large as on disk, but a few compressed kilobytes can expand to terabytes.
     if opened.file.format.compression:
         rest = read_bounded(opened.stream)
     else:
@@ -121,8 +121,8 @@ def read_text(opened: OpenFile, fields: Fields) -> Iterator[Item]:
 
 
 def _find_problem(head: bytes, opened: OpenFile, fields: Fields) -> Skip | None:
-    """Return a Skip if a file with this beginning gives no document; None if it may give one."""
-    # git's test for a binary file: a zero byte near the beginning.
+    """Return a Skip if a file with this start gives no document."""
+    # git's test for a binary file: a zero byte near the start.
     if b"\0" in head[:_BINARY_PROBE_BYTES]:
         return Skip(opened.name, _BINARY)
     records = None
@@ -136,7 +136,7 @@ def _find_problem(head: bytes, opened: OpenFile, fields: Fields) -> Skip | None:
 
 
 def _missing_side(opened: OpenFile, fields: Fields) -> str:
-    """Return a note naming the other file that would make pairs; empty if this file's name is not that of a side."""
+    """Name the other file that would make pairs; return "" if this file's name is not that of a side."""
     compression = opened.file.format.compression
     plain = opened.name.removesuffix(compression)
     for own, other in ((fields.source, fields.text), (fields.text, fields.source)):
