@@ -1,7 +1,7 @@
-"""Refuse other packages that have the names of ours, then start: the entry of the command ``longctx``.
+"""Reject foreign packages that share our names, then start: the entry point for the ``longctx`` command.
 
-PyPI has unrelated distributions that provide ``longctx``, ``launcher`` and ``parallel``. This module has the name of
-our own distribution, so Python finds it whatever else is installed, and it needs none of our packages to say so.
+PyPI has unrelated distributions that provide ``longctx``, ``launcher`` and ``parallel``. This module has our own
+distribution's name, so Python finds it whatever is installed, and the check needs none of our packages.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ DISTRIBUTION = "longctx-train"
 PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
 FAILED = 1
 HEAD_START_SECONDS = 5.0
-"""How long the other ranks leave the word to rank 0."""
+"""How long other ranks wait before exiting, so that rank 0 reports first."""
 FIRST_PARENT = os.getppid()
-"""What started this process. Imports take seconds, in which it may end, and another one becomes the parent."""
+"""The process that started this one. Imports take seconds; if it exits meanwhile, another process becomes the parent.
+"""
 
 
 def main() -> None:
-    """The command ``longctx``: ``python -m launcher``, once its name is known to be ours. Ends the process."""
+    """Run the ``longctx`` command as ``python -m launcher``, after checking its name; end the process."""
     end_if_names_clash()
     runpy.run_module("launcher", run_name="__main__")
 
 
 def end_if_names_clash() -> None:
-    """End the process with one screen and exit code 1 where an import would bring another's package."""
+    """End the process with one screen and exit code 1 if an import would load a foreign package."""
     problem = next(find_clashes(), None)
     if problem is None:
         return
-    # Every rank finds the same, and one screen is enough. A launcher ends all ranks as soon as one has failed.
+    # Every rank finds the same problem, and one screen is enough. A launcher ends all ranks as soon as one has failed.
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"\n{problem}\n\n")
         sys.stderr.flush()
@@ -48,9 +49,9 @@ def end_if_names_clash() -> None:
 
 
 def find_clashes() -> Iterator[str]:
-    """What is wrong with each of our names, as this process imports them: they shall stand beside this file.
+    """Yield a problem for each of our package names that would not import from this file's folder.
 
-    Nothing is imported, and one file of each package is read at most: a few milliseconds.
+    Imports nothing and reads at most one file per package: a few milliseconds.
     """
     packages, installed = Path(__file__).resolve().parent, _installed_hashes()
     for name in PACKAGES:
@@ -59,7 +60,7 @@ def find_clashes() -> Iterator[str]:
         if found != expected:
             yield _found_elsewhere(name, found, expected)
             continue
-        # Two distributions in one folder: the later one has overwritten files of the earlier one.
+        # Two distributions in one folder: the later one has overwritten files from the earlier one.
         digest = installed.get(f"{name}/__init__.py")
         if digest is not None and digest != _hash(expected / "__init__.py"):
             others = _owners(name, packages)
@@ -71,8 +72,8 @@ def find_clashes() -> Iterator[str]:
 
 
 def find_other_owners() -> Iterator[str]:
-    """A line for each installed distribution but ours that provides a package of one of our names."""
-    # Reads the file list of every distribution, which takes a tenth of a second: for set-up, not for each start.
+    """Yield a line for each other installed distribution that provides a package with one of our names."""
+    # Reads every distribution's file list, which takes a tenth of a second: for set-up, not for each start.
     owners = packages_distributions()
     for name in PACKAGES:
         for other in sorted(set(owners.get(name, [])) - {DISTRIBUTION}):
@@ -83,7 +84,7 @@ def find_other_owners() -> Iterator[str]:
 
 
 def _folder_of(name: str) -> Path | None:
-    """The folder that ``import name`` would take the package from; None where there is no such package."""
+    """Return the folder that ``import name`` would load the package from; None if there is no such package."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return None
@@ -91,7 +92,7 @@ def _folder_of(name: str) -> Path | None:
 
 
 def _found_elsewhere(name: str, found: Path | None, expected: Path) -> str:
-    """The message about a package that is not ours."""
+    """Build the message about a foreign package."""
     if found is None:
         return f"the package {name} of {DISTRIBUTION} is not at {expected}.\nTry: make setup"
     message = (
@@ -105,36 +106,36 @@ def _found_elsewhere(name: str, found: Path | None, expected: Path) -> str:
 
 
 def _owners(name: str, site: Path) -> list[str]:
-    """The distributions but ours that have installed a package of this name in the folder ``site``."""
+    """Return other distributions that installed a package with this name in the folder ``site``."""
     others = sorted(set(packages_distributions().get(name, [])) - {DISTRIBUTION})
     return [other for other in others if Path(str(distribution(other).locate_file(""))).resolve() == site]
 
 
 def _versions(names: list[str]) -> str:
-    """Distributions with their versions; "something" where there is none."""
+    """Join distributions with their versions; "something" if the list is empty."""
     return " and ".join(f"{name} {distribution(name).version}" for name in names) or "something"
 
 
 def _installed_hashes() -> dict[str, str]:
-    """Hash of the first file of each of our packages, as pip wrote them; empty where it installed links or nothing."""
+    """Return pip's hash for each of our packages' first file; empty for an editable install or without installation."""
     try:
         ours: Distribution = distribution(DISTRIBUTION)
     except PackageNotFoundError:
         return {}
-    # Not Distribution.files, which makes an object of each of our files.
+    # not Distribution.files, which creates an object per file
     rows = csv.reader((ours.read_text("RECORD") or "").splitlines())
     first_files = {f"{name}/__init__.py" for name in PACKAGES}
     return {row[0]: row[1].removeprefix("sha256=") for row in rows if row and row[0] in first_files}
 
 
 def _hash(path: Path) -> str:
-    """A file's hash as RECORD has it."""
+    """Hash a file as RECORD does."""
     digest = hashlib.sha256(path.read_bytes()).digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 if __name__ == "__main__":
-    # After an installation: what `pip install` itself does not say.
+    # after an installation: report conflicts that `pip install` itself does not
     clashes = list(find_other_owners())
     sys.stderr.write("".join(f"{clash}\n" for clash in clashes))
     sys.exit(FAILED if clashes else 0)

@@ -1,4 +1,4 @@
-"""Input of the model: rows of packed documents, their boundaries, and the token after each token.
+"""Model input: packed document rows, their boundaries, and each token's following token.
 
 Axes: B rows, T tokens a row; a small t is one rank's shard of T.
 """
@@ -20,36 +20,36 @@ from torch import Tensor
 from longctx.errors import ConfigError
 
 IGNORED_TARGET = -100
-"""Target of a token whose prediction is not counted: a document's last token and padding."""
+"""Target for a token that is not counted: a document's last token, or padding."""
 
 PADDING_DOCUMENT = -1
-"""Entry of ``Batch.document_ids`` for padding tokens."""
+"""Entry in ``Batch.document_ids`` for padding tokens."""
 
 
 @dataclass(frozen=True)
 class PackedDocuments:
     """Documents packed end to end over a full sequence, for any number of ranks that share its tokens.
 
-    Built once per batch, by ``of``; layouts, schedules, masks and kernels read the same instance. It can be a
-    dictionary key: its hash is computed once for any number of documents.
+    Built once per batch, by ``of``; layouts, schedules, masks and kernels share the instance. It can be a dictionary
+    key: its hash is computed once for any number of documents.
     """
 
     bounds: tuple[int, ...]
-    """``cu_seqlens``: document n has the tokens from entry n to entry n + 1. Two equal entries hold an empty one."""
+    """``cu_seqlens``: document n spans the tokens from entry n to entry n + 1. Two equal entries hold an empty
+    document."""
     padding: tuple[int, ...] | None = field(default=None, compare=False)
-    """Numbers of the documents that are padding, ascending; None if nobody said. Not compared: layouts, schedules and
-    masks are the same."""
+    """Indices of padding documents, ascending; None if unknown. Not compared: layouts, schedules and masks are the
+    same."""
 
-    # Fields rather than properties: a compiled graph that counted the bounds would be valid for one number of
-    # documents.
+    # Fields, not properties: a compiled graph that counted the bounds would only be valid for one document count.
     num_tokens: int = field(init=False, compare=False, repr=False)
-    """Length of the whole sequence."""
+    """Length of the full sequence."""
     num_documents: int = field(init=False, compare=False, repr=False)
-    """Documents of the sequence, empty ones too."""
+    """Documents in the sequence, including empty ones."""
     longest: int = field(init=False, compare=False, repr=False)
-    """Tokens of the longest document that is not padding; 0 if all are."""
+    """Length of the longest document that is not padding; 0 if all are."""
     lengths: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """Tokens of each document."""
+    """Tokens per document."""
 
     def __post_init__(self) -> None:
         self._set(self.bounds, tuple(map(operator.sub, self.bounds[1:], self.bounds)), self.padding)
@@ -57,12 +57,12 @@ class PackedDocuments:
     def _set(self, bounds: tuple[int, ...], lengths: tuple[int, ...], padding: tuple[int, ...] | None) -> None:
         counted = lengths
         if padding:
-            # Frequencies that stretch with the length must not stretch with a row's padding.
+            # RoPE frequencies that stretch with the length must not stretch with padding.
             counted = list(lengths)
             for number in padding:
                 counted[number] = 0
-        # One update instead of one call per field: a micro-batch of short rows is read in the time of a few dozen
-        # assignments.
+        # a single update instead of one call per field: reading a micro-batch of short rows takes only a few dozen
+        # assignments
         vars(self).update(
             bounds=bounds,
             num_tokens=bounds[-1],
@@ -74,7 +74,7 @@ class PackedDocuments:
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], padding: tuple[int, ...] | None = None) -> PackedDocuments:
-        """Return documents of these lengths, integers of at least 0; ``padding`` as in the field."""
+        """Build documents from these lengths, non-negative integers; ``padding`` as in the field."""
         documents = cls.__new__(cls)
         documents._set(tuple(accumulate(lengths, initial=0)), tuple(lengths), padding)
         return documents
@@ -83,7 +83,7 @@ class PackedDocuments:
     def of(
         cls, cu_seqlens: Sequence[int] | Tensor | PackedDocuments | None, num_tokens: int | None = None
     ) -> PackedDocuments:
-        """Return the documents between these boundaries; None means one document of ``num_tokens``.
+        """Build the documents between these boundaries; None means one document with ``num_tokens``.
 
         Raise ConfigError unless the boundaries are integers that ascend from 0, and end at ``num_tokens`` if that is
         given.
@@ -99,7 +99,7 @@ class PackedDocuments:
             found = cu_seqlens.tolist()
         else:
             found = list(cu_seqlens)
-        # Checked here, once per batch, so that later code need not check again.
+        # checked here, once per batch, so that later code need not check again
         fault = _fault(found, num_tokens)
         if fault is not None:
             _refuse(found, num_tokens, fault)
@@ -107,16 +107,16 @@ class PackedDocuments:
 
     @classmethod
     def of_rows(cls, num_rows: int, row_tokens: int) -> PackedDocuments:
-        """Return rows of one document each, packed end to end."""
+        """Build rows with one document each, packed end to end."""
         return cls(tuple(row_tokens * row for row in range(num_rows + 1)))
 
     def padded(self, num_tokens: int) -> PackedDocuments:
-        """Return the same documents with padding up to ``num_tokens``, in documents no longer than the longest."""
+        """Append padding documents up to ``num_tokens``, each no longer than the longest document."""
         missing = num_tokens - self.num_tokens
         if not missing:
             return self
         assert missing > 0, f"{self.num_tokens} tokens are more than {num_tokens}"
-        # In short documents padding costs no more attention than the real documents.
+        # in short documents padding costs no more attention than the real documents
         starts = range(self.num_tokens, num_tokens, self.longest or missing)
         added = range(self.num_documents, self.num_documents + len(starts))
         return PackedDocuments((*self.bounds, *starts[1:], num_tokens), (*(self.padding or ()), *added))
@@ -124,7 +124,7 @@ class PackedDocuments:
     def with_padding(self, document_ids: Tensor) -> PackedDocuments:
         """Return the same documents with ``padding`` taken from ``document_ids`` [B, T]: negative for padding.
 
-        Return them unchanged if padding is known already, or if these are not the tokens of the full sequence.
+        Return them unchanged if padding is already known, or if these are not the full sequence's tokens.
         """
         if self.padding is not None or document_ids.numel() != self.num_tokens:
             return self
@@ -134,9 +134,9 @@ class PackedDocuments:
         return PackedDocuments(self.bounds, padding)
 
     def within(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return each document's part of tokens [start, stop): its number, first token there, and end of the part.
+        """Return each document's overlap with tokens [start, stop): its index, first token there, and end.
 
-        Documents without tokens there are left out.
+        Documents without tokens there are omitted.
         """
         if start >= stop:
             return []
@@ -150,10 +150,10 @@ class PackedDocuments:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """Boundaries as int64 [num_documents + 1] on the CPU. Read-only."""
-        # A row may have thousands: this takes a third of the time of ``torch.tensor``.
+        # a row may have thousands, and ``torch.tensor`` takes three times as long
         return torch.frombuffer(array("q", self.bounds), dtype=torch.int64)
 
-    # The generated hash would read all boundaries at each cache lookup.
+    # the generated hash would read all boundaries at each cache lookup
     def __hash__(self) -> int:
         return self._hash
 
@@ -166,48 +166,47 @@ class PackedDocuments:
 class Stream:
     """One sequence of packed documents, ready to be split between ranks token by token.
 
-    Per-token tensors have shape [B, T] (or [B, t] after a split) and are split together: neither the positions nor the
-    following token depend on the end of a shard. ``documents`` stay global.
+    Per-token tensors have shape [B, T] (or [B, t] after a split) and are split together: neither positions nor
+    following tokens depend on shard boundaries. ``documents`` stay global.
     """
 
     tokens: Tensor
     """Token ids, int64."""
     positions: Tensor
-    """Position of the token in its document, int64, restarting from 0 at every entry of ``cu_seqlens``."""
+    """Token position in its document, int64, restarting from 0 at every entry of ``cu_seqlens``."""
     document_ids: Tensor
-    """Index of the token's document in ``documents``, int64; ``PADDING_DOCUMENT`` for padding."""
+    """The token's document index in ``documents``, int64; ``PADDING_DOCUMENT`` for padding."""
     documents: PackedDocuments
-    """The documents, or pieces of some, of the flattened B·T tokens. Attention never crosses a boundary, and every
-    multiple of T is one. Padding at a row's end is a document of its own."""
+    """Documents, or pieces, in the flattened B·T tokens. Attention never crosses a boundary, and every multiple of T is
+    one. Padding at a row's end is its own document."""
     following: Tensor | None = None
-    """The token that follows in the same document, int64; ``IGNORED_TARGET`` where there is none. None if an objective
-    has read it, or nobody will."""
+    """Next token in the same document, int64; ``IGNORED_TARGET`` after the last one. None once an objective has
+    consumed it, or if unused."""
     counted: Tensor | None = None
-    """Whether predicting what follows the token counts in the loss, bool; None if it always does."""
+    """Whether predicting the following token counts in the loss, bool; None if it always does."""
     masked: Tensor | None = None
-    """What stood where masking chose a token, int64; ``IGNORED_TARGET`` elsewhere. None if nothing is masked."""
+    """Original token at masked positions, int64; ``IGNORED_TARGET`` at all others. Unset without masking."""
     places: Tensor | None = None
-    """The tokens that masking chose, as rows of [B·t], int64 [chosen]; None if nobody has said which. The head computes
-    nothing for the others."""
+    """Masked positions as indices into [B·t], int64 [chosen], if known. The head skips all other tokens."""
     segments: Tensor | None = None
-    """Segment of the token in its document, 0 or 1, int64; None if each document is one."""
+    """The token's segment in its document, 0 or 1, int64; None if each document is one segment."""
     order: Tensor | None = None
-    """At the first token of a document of two segments 0 if they stand together as they are, and 1 if they do not,
-    int64; ``IGNORED_TARGET`` elsewhere. None if nobody asks."""
+    """At the first token of a two-segment document 0 if the segments follow each other as in their text, else 1, int64;
+    ``IGNORED_TARGET`` at all other tokens. None if unused."""
     firsts: Tensor | None = None
-    """Those first tokens as rows of [B·t], int64 [firsts]; None if nobody has said which."""
+    """These first tokens as indices into [B·t], int64 [firsts], if known."""
     sources: Tensor | None = None
-    """Number of each document's source [num_documents], int64, −1 for padding; None where all have one source."""
+    """Source number per document [num_documents], int64, −1 for padding; None if all share one source."""
     source: Stream | None = None
-    """What an encoder reads: document n of these tokens reads document n of it. Its rows and placement are its own."""
+    """Encoder input: document n of this batch reads document n of the source, which has its own rows and placement."""
     row_tokens: int = 0
-    """Length of the rows that were laid end to end in one; 0 while each is a row of its own."""
+    """Row length before rows were concatenated into one; 0 while rows are separate."""
     placement: Any = None
-    """Where the tokens of all ranks live (``parallel.layout.SequenceLayout``), of a batch that was split between them;
-    None of a whole one."""
+    """Token placement over all ranks (``parallel.layout.SequenceLayout``) if the batch was split between them; None for
+    a full batch."""
 
     def __post_init__(self) -> None:
-        # Once per batch, from all of its tokens: after a split no rank could tell.
+        # once per full batch: after a split no rank could tell
         object.__setattr__(self, "documents", self.documents.with_padding(self.document_ids))
 
     @property
@@ -217,36 +216,36 @@ class Stream:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that are not padding."""
+        """Tokens that are not padding."""
         return int((self.document_ids != PADDING_DOCUMENT).sum())
 
     @property
     def num_pairs(self) -> int:
-        """Number of documents of two segments with their first token here."""
+        """Two-segment documents with their first token on this rank."""
         return 0 if self.order is None else int((self.order != IGNORED_TARGET).sum())
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens chosen by masking; without masking, of tokens with a following token that counts."""
+        """Masked tokens; without masking, tokens with a following token that counts."""
         targets = self.masked
         if targets is None:
             targets = _targets(self)
         return int((targets != IGNORED_TARGET).sum())
 
     def num_ahead(self, most: int) -> int:
-        """Return the number of predictions 2, 3, … ``most`` + 1 tokens ahead that stay within their document."""
+        """Count the predictions 2, 3, … ``most`` + 1 tokens ahead that stay within their document."""
         return _num_ahead(_targets(self), self.positions, most)
 
     def flatten_rows(self) -> Self:
-        """Return the same tokens as one row [1, B·T], the shape that a sequence layout splits."""
+        """Concatenate all rows into one [1, B·T], the shape that a sequence layout splits."""
         flat, source = self.map_tokens(lambda x: x.reshape(1, -1)), self.source
         if source is not None:
             source = source.flatten_rows()
-        # The experts' capacity is counted by rows, so their length is kept; flattening twice equals flattening once.
+        # Expert capacity is counted per row, so keep the row length; flattening twice equals flattening once.
         return replace(flat, source=source, row_tokens=self.row_tokens or self.tokens.shape[1])
 
     def padded(self, num_tokens: int) -> Self:
-        """Return the same tokens as one row of ``num_tokens``, padded with separate documents without targets."""
+        """Return one row with ``num_tokens`` tokens, padded with separate documents without targets."""
         flat, documents = self.flatten_rows(), self.documents.padded(num_tokens)
         missing = num_tokens - self.documents.num_tokens
         if not missing:
@@ -271,7 +270,7 @@ class Stream:
         return replace(flat, **longer, documents=documents)
 
     def per_token(self) -> dict[str, Tensor]:
-        """Return the per-token tensors by name: all must be split together, or they would be misaligned."""
+        """Return per-token tensors by name: all must be split together to stay aligned."""
         found = {"tokens": self.tokens, "positions": self.positions, "document_ids": self.document_ids}
         for name in ("following", "counted", "masked", "segments", "order"):
             if (values := getattr(self, name)) is not None:
@@ -279,12 +278,12 @@ class Stream:
         return found
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the same stream with ``change`` applied to the per-token tensors; ``documents`` are unchanged."""
-        # The tokens may differ afterwards.
+        """Apply ``change`` to the per-token tensors; ``documents`` stay as they are."""
+        # places and firsts index the old tokens
         return replace(self, **{name: change(x) for name, x in self.per_token().items()}, places=None, firsts=None)
 
     def to(self, device: torch.device) -> Self:
-        """Return the stream with per-token tensors on ``device``; ``documents`` stay on the CPU, for schedules."""
+        """Move per-token tensors to ``device``; ``documents`` stay on the CPU, for schedules."""
         moved = self.map_tokens(lambda x: x.to(device, non_blocking=True))
         rows = {name: getattr(self, name) for name in ("places", "firsts")}
         rows = {name: x.to(device, non_blocking=True) for name, x in rows.items() if x is not None}
@@ -296,14 +295,14 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Stream):
-    """Input of an objective: a stream, and a target for each of its tokens."""
+    """Objective input: a stream with a target per token."""
 
     targets: Tensor
-    """What is to be predicted at the token, int64; ``IGNORED_TARGET`` where nothing is."""
+    """Token to predict, int64; ``IGNORED_TARGET`` if there is none."""
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens with a prediction that counts in the loss."""
+        """Tokens with a prediction that counts in the loss."""
         return int((self.targets != IGNORED_TARGET).sum())
 
     def num_ahead(self, most: int) -> int:
@@ -314,21 +313,21 @@ class Batch(Stream):
 
 
 def next_tokens(stream: Stream) -> Batch:
-    """Return the batch with every token's target being the next token of its document, if that counts."""
+    """Build the batch with the next tokens within each document as targets, if they count."""
     if stream.masked is not None:
         raise ConfigError("masked tokens are for train.objective=masked: what follows one may be masked itself.")
     return with_targets(stream, _targets(stream))
 
 
 def asked_for(stream: Stream) -> Batch:
-    """Return the batch of targets in the data: the masked tokens, or the next tokens if nothing is masked."""
+    """Build the batch with the data's own targets: masked tokens, or next tokens without masking."""
     if stream.masked is None:
         return next_tokens(stream)
     return with_targets(stream, stream.masked)
 
 
 def with_targets(stream: Stream, targets: Tensor) -> Batch:
-    """Return the batch with these targets. Raise ConfigError unless there is one for each token."""
+    """Build the batch with these targets. Raise ConfigError unless there is one per token."""
     if targets.shape != stream.tokens.shape:
         raise ConfigError(
             f"targets of shape {list(targets.shape)} stand beside tokens of shape {list(stream.tokens.shape)}: each "
@@ -346,12 +345,12 @@ def _targets(stream: Stream) -> Tensor:
 
 
 def _num_ahead(targets: Tensor, positions: Tensor, most: int) -> int:
-    """Return the number of times a target can be predicted from 1, 2, … ``most`` tokens before its own position."""
+    """Count how often a target can be predicted from 1, 2, … ``most`` tokens before its own position."""
     return int(((targets != IGNORED_TARGET) * positions.clamp(max=most)).sum())
 
 
 def _fault(bounds: Sequence[Any], num_tokens: int | None) -> str | None:
-    """Return the fault of the boundaries and its correction, in two sentences; None if they are valid."""
+    """Describe a fault in the boundaries and its correction, in two sentences, if any."""
     if not bounds:
         return f"There is none. One document is [0, {num_tokens or 0}]."
     for number, bound in enumerate(bounds):
@@ -368,11 +367,11 @@ def _fault(bounds: Sequence[Any], num_tokens: int | None) -> str | None:
 
 
 def _refuse(bounds: Sequence[Any], num_tokens: int | None, fault: str) -> None:
-    """Raise the ConfigError that shows the boundaries and their fault."""
+    """Raise a ConfigError that shows the boundaries and their fault."""
     goal = "0"
     if num_tokens is not None:
         goal = f"0 to the sequence's {num_tokens} tokens"
-    # A batch may have thousands of documents: both ends are enough.
+    # a batch may have thousands of documents, so show only both ends
     shown = f"{list(bounds)}"
     if len(bounds) > 6:
         first, last = ", ".join(map(str, bounds[:4])), ", ".join(map(str, bounds[-2:]))

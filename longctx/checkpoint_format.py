@@ -1,9 +1,9 @@
-"""On-disk checkpoint format: a manifest and flat pieces of named tensors in safetensors files. This module reads it.
+"""On-disk checkpoint format: a manifest, and flat pieces of named tensors in safetensors files. This module reads it.
 
 A checkpoint folder holds ``manifest.json`` (hashed), the tokenizer's files and safetensors files. Every logical tensor
 (a parameter under its Hugging Face in-memory name) exists in three fp32 roles: ``master``, ``exp_avg``, ``exp_avg_sq``.
-Each role is a list of pieces that cover the flattened tensor exactly once. The owner of a range writes it, so any ZeRO
-stage and any number of ranks writes this format, and reads any range of it back. An imported model has only masters.
+Each role is a list of pieces that cover the flattened tensor exactly once. The rank that owns a range writes it, so any
+ZeRO stage and any world size can write this format and read back any range. An imported model only has masters.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ __all__ = [
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SPARE_VALUES = 2**20
-"""By how many values tensors may fall short of a model before they are compared with it name by name."""
+"""How many values tensors may be short of a model before the name-by-name comparison."""
 _HEADER_BYTES, _ENTRY_BYTES = 2 * 2**20, 1024
-"""What the header of a file of pieces takes at most: what a writer reserves, and for each piece."""
+"""Header size limits for a piece file: the writer's reserve, and per piece."""
 _FEW_VALUES, _ENTRY_VALUES = 100_000, 16
-"""Values of JSON in it at most: a few that are no piece's, and for each piece."""
+"""JSON value limits for its header: a few that belong to no piece, and per piece."""
 _SCRATCH_VALUES = 1 << 20
-"""Values on their way into memory that a file cannot be read into."""
+"""Staging buffer size, in values, for destinations that a file cannot be read into."""
 _ADVICE = "`longctx checkpoint verify` names every damaged file; resume from an older checkpoint."
 
 
 class CheckpointReader:
-    """Committed checkpoint, opened lazily: only the manifest is read until a range is requested."""
+    """A committed checkpoint, opened lazily: only the manifest is read until a range is requested."""
 
     def __init__(self, folder: str | Path, *, past_cache: bool = False) -> None:
-        """Read and check the manifest; raise CheckpointError if it is missing, damaged, forged or of another version.
+        """Read and check the manifest; raise CheckpointError if it is missing, damaged, forged or has another version.
 
-        ``past_cache`` reads values past the page cache, which is faster if each is read once.
+        ``past_cache`` bypasses the page cache, which is faster if each value is read once.
         """
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
@@ -86,54 +86,55 @@ class CheckpointReader:
 
     @property
     def step(self) -> int:
-        """Number of optimiser steps taken when it was saved."""
+        """Optimizer steps taken before saving."""
         return self.manifest["step"]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the run's computation; the stored masters are fp32."""
+        """The run's compute dtype; the stored master weights are fp32."""
         return _DTYPES[self.manifest["dtype"]]
 
     @property
     def model(self) -> dict[str, Any]:
-        """Fields of the ModelConfig."""
+        """ModelConfig fields."""
         return self.manifest["model"]
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles stored for every parameter: only the master for an imported model."""
+        """Roles stored for every parameter; an imported model only has the master."""
         return self._roles
 
     def roles_of(self, name: str) -> tuple[str, ...]:
-        """Return the roles stored for a tensor: tensors updated by Muon have one moment."""
+        """Return the roles stored for a tensor: tensors updated by Muon have a single moment."""
         return tuple(role for role in ROLES if role in self._pieces[name])
 
     def names(self) -> list[str]:
-        """Return the names of the logical tensors, in the model's order."""
+        """Return all logical tensor names, in the model's order."""
         return list(self.manifest["tensors"])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a logical tensor."""
+        """Return a logical tensor's shape."""
         return tuple(self.manifest["tensors"][name]["shape"])
 
     def read(self, name: str, role: str = "master") -> Tensor:
-        """Return a full logical tensor in fp32."""
+        """Read a full logical tensor in fp32."""
         shape = self.shape(name)
         return self.read_range(name, role, 0, torch.Size(shape).numel()).view(shape)
 
     def read_range(self, name: str, role: str, start: int, numel: int) -> Tensor:
-        """Return ``numel`` values of the flattened tensor from ``start``, fp32 [numel]."""
-        # First check that every piece exists with its size, so that no manifest alone can cause an allocation.
+        """Read ``numel`` values of the flattened tensor from ``start``, fp32 [numel]."""
+        # Check that every piece exists with its size before allocating, so that a forged manifest cannot exhaust
+        # memory.
         places = self._places(name, role, start, numel)
         out = torch.empty(numel, dtype=torch.float32)
         self._fill(out, start, places)
         return out
 
     def read_into(self, name: str, role: str, start: int, out: Tensor) -> None:
-        """Fill ``out``, flat, of any dtype and on any device, with values of the flattened tensor from ``start``.
+        """Fill ``out``, flat, with any dtype and device, with values of the flattened tensor from ``start``.
 
         Only the needed blocks are read; if the manifest has block hashes, each block is hashed before use. Raise
-        CheckpointError if the file is damaged there: values filled before are correct, the rest is untouched.
+        CheckpointError if the file is damaged there: values filled before are correct, the remaining ones untouched.
         """
         self._fill(out, start, self._places(name, role, start, len(out)))
 
@@ -146,18 +147,18 @@ class CheckpointReader:
             yield name, values
 
     def verify(self, files: Iterable[str] | None = None) -> list[str]:
-        """Return the problems found by reading the files (default: all); empty if sizes and hashes are right."""
+        """Read the files (default: all) and return the problems; empty if sizes and hashes match."""
         problems: list[str] = []
         if files is None:
             files, problems = self.manifest["files"], self.proof_problems()
         for name in files or ():
-            # The size first: it is free to check, and a truncated copy is the most common damage.
+            # size first: it is free to check, and a truncated copy is the most common damage
             problem = self._wrong_size(name) or _wrong_hash(self.folder / name, self.manifest["files"][name])
             problems += [problem] * bool(problem)
         return problems
 
     def proof_problems(self) -> list[str]:
-        """Return the problems of the file that holds the proof of the checkpoint; empty if there are none."""
+        """Return the problems with the file that holds the checkpoint's proof; empty if there are none."""
         try:
             read_proof(self.folder)
         except CheckpointError as error:
@@ -165,7 +166,7 @@ class CheckpointReader:
         return []
 
     def wrong_sizes(self) -> list[str]:
-        """Return the problems of missing files, and of files with another size than in the manifest; reads no file."""
+        """Return the problems with missing files and file sizes, without reading any file."""
         return [problem for problem in map(self._wrong_size, self.manifest["files"]) if problem]
 
     def check_entries(self) -> None:
@@ -177,9 +178,9 @@ class CheckpointReader:
         self.close()
 
     def unlisted(self) -> list[str]:
-        """Return names in the folder without a hash: neither the manifest, nor listed in it, nor a proof."""
+        """Return folder entries without a hash: neither the manifest, nor listed in it, nor a proof."""
         known = {MANIFEST, PROVED}.union(self.manifest["files"])
-        # A proof that is being written, or was when its writer was killed.
+        # a proof that is being written, or was when its writer was killed
         half = f".{PROVED}."
         return sorted(p.name for p in self.folder.iterdir() if p.name not in known and not p.name.startswith(half))
 
@@ -188,7 +189,7 @@ class CheckpointReader:
         self._files.close()
 
     def _wrong_size(self, name: str) -> str:
-        """Return the problem of a file that can be seen without reading it; empty if there is none."""
+        """Check a file without reading it and return the problem; empty if there is none."""
         path, num_bytes = self.folder / name, self.manifest["files"][name]["bytes"]
         if link := link_problem(self.folder, name):
             return link
@@ -199,7 +200,7 @@ class CheckpointReader:
         return ""
 
     def _places(self, name: str, role: str, start: int, numel: int) -> list[_Place]:
-        """Return the positions of a range's values in the files; raise CheckpointError if the role is not stored."""
+        """Locate a range's values in the files; raise CheckpointError if the role is not stored."""
         if role not in self._pieces[name]:
             raise CheckpointError(
                 f"{self.folder} has no {role}: it was imported, so optimiser and schedule start anew."
@@ -207,7 +208,7 @@ class CheckpointReader:
         if start < 0 or start + numel > torch.Size(self.shape(name)).numel():
             raise ValueError(f"values {start} to {start + numel} are not all in {name}, shape {self.shape(name)}")
         found = []
-        # The overlap of the requested range and each piece.
+        # overlap between the requested range and each piece
         for piece in self._pieces[name][role]:
             lo, hi = max(start, piece.start), min(start + numel, piece.start + piece.numel)
             if lo < hi:
@@ -221,14 +222,14 @@ class CheckpointReader:
 
 
 class PieceFiles:
-    """Files that hold the pieces of a checkpoint, opened on first use."""
+    """The files that hold a checkpoint's pieces, opened on first use."""
 
     def __init__(
         self, folder: Path, files: dict[str, dict[str, Any]], pieces: Iterable[Piece], *, past_cache: bool
     ) -> None:
         """Set the manifest's ``files`` entries and all ``pieces`` in them.
 
-        Files that are read once go ``past_cache``: caching them would cost time, and memory that others use.
+        ``past_cache`` suits files that are read once: caching them costs time, and memory that others need.
         """
         self.folder, self._listed = folder, files
         self._num_pieces = Counter(piece.file for piece in pieces)
@@ -236,7 +237,7 @@ class PieceFiles:
         self._blocks = BlockReader(past_cache=past_cache)
 
     def place(self, piece: Piece) -> int:
-        """Return the first byte of a piece in its file; raise CheckpointError unless it matches the manifest."""
+        """Return a piece's first byte in its file; raise CheckpointError unless it matches the manifest."""
         entry = self._opened(piece.file).entry(piece.key)
         if entry is None:
             raise CheckpointError(
@@ -251,10 +252,10 @@ class PieceFiles:
         return entry.start
 
     def read_into(self, file: str, start: int, out: Tensor) -> None:
-        """Fill ``out``, flat, of any dtype and on any device, with float32 values of a file from byte ``start``.
+        """Fill ``out``, flat, with any dtype and device, with a file's float32 values from byte ``start``.
 
-        ``place`` must have opened the file. Raise CheckpointError if the bytes differ from those written; none is used
-        then.
+        ``place`` must have opened the file. Raise CheckpointError if the bytes differ from those written; those are
+        never used.
         """
         opened = self._files[file]
         if out.device.type == "cpu" and out.dtype == torch.float32 and out.is_contiguous():
@@ -272,7 +273,7 @@ class PieceFiles:
         self._blocks.close()
 
     def _opened(self, file: str) -> SafetensorsFile:
-        """Return a file of this manifest with its header read; raise CheckpointError for a bad link, size or header."""
+        """Open a listed file and read its header; raise CheckpointError for a bad link, size or header."""
         if file not in self._files:
             if problem := link_problem(self.folder, file):
                 raise CheckpointError(problem)
@@ -282,7 +283,7 @@ class PieceFiles:
                 self._blocks,
                 num_bytes=listed["bytes"],
                 hashes=listed.get("blocks"),
-                # Limits for any untrusted file, before memory is allocated for it.
+                # limits as for any untrusted file, before allocating memory for it
                 header_bytes=_HEADER_BYTES + num_pieces * _ENTRY_BYTES,
                 header_values=_FEW_VALUES + num_pieces * _ENTRY_VALUES,
                 advice=_ADVICE,
@@ -291,7 +292,7 @@ class PieceFiles:
 
 
 def link_problem(folder: Path, file: str) -> str:
-    """Return the problem of a link that leads out of the folder: it must not redirect reads. Empty if there is none."""
+    """Describe a link that leads out of the folder, which must not redirect reads; empty if there is no problem."""
     if (folder / file).is_symlink():
         try:
             check_link(folder, file, CheckpointError)
@@ -301,25 +302,25 @@ def link_problem(folder: Path, file: str) -> str:
 
 
 def _wrong_hash(path: Path, entry: dict[str, Any]) -> str:
-    """Return the problem of a file, found by reading all of it; empty if it matches the manifest's ``entry``."""
+    """Read all of a file and return the problem; empty if it matches the manifest's ``entry``."""
     try:
         if "blocks" in entry:
             found = describe_file(path)
         else:
             found = {"hash": hash_file(path)}
     except OSError as error:
-        # A failing disk shows up here first.
+        # a failing disk shows up here first
         return f"{path.name} cannot be read: {error.strerror or error}"
     if found["hash"] != entry["hash"]:
         return f"{path.name} is damaged: its xxh3-128 is not the manifest's"
-    # Loading compares these block hashes, not the one above.
+    # loading compares these block hashes, not the one above
     if found.get("blocks") != entry.get("blocks"):
         return f"{path.name} is damaged: the xxh3-128 of a block of it is not the manifest's"
     return ""
 
 
 class _Place(NamedTuple):
-    """Position of values ``lo`` to ``hi`` of a flattened tensor: a file, and the first byte in it."""
+    """Location of values ``lo`` to ``hi`` from a flattened tensor: a file, and the first byte in it."""
 
     lo: int
     hi: int
@@ -328,7 +329,9 @@ class _Place(NamedTuple):
 
 
 def _common_roles(pieces: Pieces, folder: Path) -> tuple[str, ...]:
-    """Return the roles that every parameter has: only the master, or also one or two moments. Buffers have none."""
+    """Return the roles that every parameter has: only the master, or also one or two moments. Buffers only have the
+    master.
+    """
     found = {frozenset(roles) for name, roles in pieces.items() if not is_buffer(name)}
     of_buffers = {frozenset(roles) for name, roles in pieces.items() if is_buffer(name)}
     alone, trained = frozenset(ROLES[:1]), {frozenset(ROLES[:2]), frozenset(ROLES)}
@@ -341,10 +344,10 @@ def _common_roles(pieces: Pieces, folder: Path) -> tuple[str, ...]:
 
 
 def model_config(reader: CheckpointReader) -> ModelConfig:
-    """Return the config of the checkpoint's model; raise ConfigError if another release wrote keys unknown to this one.
+    """Return the checkpoint's model config; raise ConfigError if another release wrote keys unknown to this one.
 
-    Raise CheckpointError if the config is far larger than the manifest's tensors: building such a model to compare the
-    two would take long, or run out of memory.
+    Raise CheckpointError if the config is far larger than the manifest's tensors: building such a model for comparison
+    could take long, or run out of memory.
     """
     config = ModelConfig.from_dict(reader.model)
     check_size(config, [reader.shape(name) for name in reader.names()], str(reader.folder / MANIFEST))
@@ -352,7 +355,7 @@ def model_config(reader: CheckpointReader) -> ModelConfig:
 
 
 def check_size(config: ModelConfig, shapes: Collection[tuple[int, ...]], where: str) -> None:
-    """Raise CheckpointError, by arithmetic alone, if a config is much larger than tensors of these shapes.
+    """Raise CheckpointError, by arithmetic alone, if a config is much larger than tensors with these shapes.
 
     Names and shapes are compared later, one by one: this bounds the cost of that comparison.
     """
@@ -365,7 +368,7 @@ def check_size(config: ModelConfig, shapes: Collection[tuple[int, ...]], where: 
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """Return a checkpoint folder itself, or for a run folder the committed checkpoint with the highest step."""
+    """Return a checkpoint folder as is; for a run folder, return the committed checkpoint with the highest step."""
     folder = Path(folder)
     if (folder / MANIFEST).is_file():
         return folder

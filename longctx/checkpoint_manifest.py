@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint, read as untrusted input.
+"""Read a checkpoint's manifest as untrusted input.
 
 Its hash proves that it is complete, but anyone can compute one. So everything that affects memory, time or paths is
 checked here, from the manifest alone: types and ranges, file names, and that the pieces cover each tensor exactly once,
@@ -41,16 +41,16 @@ FORMAT = "longctx-checkpoint"
 VERSION = 1
 ROLES = ("master", "exp_avg", "exp_avg_sq")
 DTYPES = ("float32", "bfloat16", "float16")
-"""The dtypes that a run computes in, or that an import may come in."""
+"""Compute dtypes for a run, and source dtypes for an import."""
 
 VALUE_BYTES = 4
-"""Bytes of a float32 in a file."""
+"""Bytes per float32 in a file."""
 _ADVICE = "Take a checkpoint that a run or `longctx convert` wrote."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Flat range of one tensor in one role, and the safetensors entry that holds it."""
+    """Flat range from one tensor in one role, and the safetensors entry that holds it."""
 
     file: str
     key: str
@@ -59,11 +59,11 @@ class Piece:
 
 
 Pieces = dict[str, dict[str, list[Piece]]]
-"""By tensor and role."""
+"""Keyed by tensor and role."""
 
 
 def canonical_hash(manifest: dict[str, Any]) -> str:
-    """Return the xxh3-128 of the manifest's canonical JSON without its own ``hash`` entry."""
+    """Hash the manifest's canonical JSON without its own ``hash`` entry, as xxh3-128."""
     body = {k: v for k, v in manifest.items() if k != "hash"}
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
@@ -71,13 +71,13 @@ def canonical_hash(manifest: dict[str, Any]) -> str:
 def is_buffer(name: str) -> bool:
     """Return whether a tensor is a buffer, without gradient and moments.
 
-    These are a router's selection bias, which is float32 in a model of any dtype, and the factor of a layer's output.
+    Buffers are a router's selection bias, which is float32 in a model with any dtype, and a layer's output scale.
     """
     return name.endswith((".e_score_correction_bias", ".layer_scalar"))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder, with its format, version, hash and the type and range of each value checked."""
+    """Read a folder's manifest and check its format, version, hash, and each value's type and range."""
     path = folder / MANIFEST
     try:
         manifest = read_manifest_json(folder)
@@ -111,7 +111,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def where_to_get(folder: Path) -> str:
-    """Return how a model of the Hugging Face Hub gets here, if a missing folder may be one's name; else nothing."""
+    """Return a download hint if a missing folder looks like a model name on the Hugging Face Hub; otherwise ""."""
     name = folder.as_posix()
     if not _HUB_NAME.fullmatch(name) or folder.parent.exists() or name.startswith("runs/"):
         return ""
@@ -119,8 +119,7 @@ def where_to_get(folder: Path) -> str:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raise CheckpointError for an adapter of PEFT, and for what DeepSpeed's ``save_checkpoint`` wrote: nothing is
-    opened."""
+    """Raise CheckpointError for a PEFT adapter or a DeepSpeed ``save_checkpoint`` folder, without opening any file."""
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{folder} is an adapter of PEFT (adapter_config.json), which is no model without its base.\n"
@@ -144,9 +143,9 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def read_pieces(manifest: dict[str, Any], path: Path) -> Pieces:
-    """Return the pieces of each tensor; raise CheckpointError unless every role is covered exactly once.
+    """Return each tensor's pieces; raise CheckpointError unless every role is covered exactly once.
 
-    Every piece must be in a listed file with enough bytes. ``path`` is that of the manifest, for messages.
+    Every piece must be in a listed file with enough bytes. ``path`` is the manifest's path, for messages.
     """
     pieces = {
         name: {role: [Piece(**piece) for piece in found] for role, found in entry["roles"].items()}
@@ -158,7 +157,7 @@ def read_pieces(manifest: dict[str, Any], path: Path) -> Pieces:
 
 
 def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
-    """Yield the problems of the pieces; the first may hide others."""
+    """Yield the problems with the pieces; the first may hide others."""
     held: dict[str, int] = dict.fromkeys(manifest["files"], 0)
     seen: set[tuple[str, str]] = set()
     for name, roles in pieces.items():
@@ -167,15 +166,15 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
             yield f"tensors.{name} has shape {shown(manifest['tensors'][name]['shape'])}, more values than any file"
         for role, found in roles.items():
             at = 0
-            # In order, each piece must begin at the end of the one before: no gap and no overlap.
+            # In order, each piece must start at the previous one's end: no gap and no overlap.
             for piece in sorted(found, key=lambda p: (p.start, p.numel)):
                 if piece.start != at:
                     yield f"{name} ({role}) is not covered once at value {at}"
-                # The bytes of a file without a hash cannot be trusted.
+                # bytes in a file without a hash cannot be trusted
                 if piece.file not in held:
                     yield f"{name} ({role}) lies in the unlisted file {piece.file}"
                     continue
-                # Two tensors in one entry would be trained separately, and saved as two.
+                # Two tensors sharing one entry would be trained separately and saved as two.
                 if (piece.file, piece.key) in seen:
                     yield f"{name} ({role}) lies in {shown(piece.key)} of {piece.file}, where another piece lies"
                 seen.add((piece.file, piece.key))
@@ -183,18 +182,18 @@ def _problems(manifest: dict[str, Any], pieces: Pieces) -> Iterator[str]:
                 held[piece.file] += VALUE_BYTES * piece.numel
             if at != size:
                 yield f"{name} ({role}) ends at value {at} of {size}"
-    # Bounds all allocations made from these numbers: a file's size is compared with the manifest's.
+    # This bounds all allocations based on these numbers: file sizes are compared with the manifest.
     for file, num_bytes in held.items():
         entry = manifest["files"][file]
         if num_bytes > entry["bytes"]:
             yield f"{file} has {entry['bytes']} bytes, and its pieces {num_bytes}"
-        # Without a hash for every block, some bytes would be used unchecked.
+        # unless every block has a hash, some bytes would be used unchecked
         if "blocks" in entry and len(entry["blocks"]) != HASH_DIGITS * num_blocks(entry["bytes"]):
             yield f"{file} has {entry['bytes']} bytes, and {len(entry['blocks']) // HASH_DIGITS} hashes of blocks"
 
 
 def num_values(shape: list[int] | tuple[int, ...]) -> int:
-    """Return the exact number of values in a tensor of this shape, however large."""
+    """Return the exact number of values in a tensor with this shape, however large."""
     product = 1
     for size in shape:
         product *= size
@@ -211,7 +210,7 @@ _TENSOR = record(
 
 
 def check_token_ids(value: Any, where: str) -> None:
-    """Check a token id, several, or none, as config.json names begin, end and padding."""
+    """Check a token id, a list of ids, or null, as used in config.json for begin, end and padding."""
     if type(value) is list:
         listing(whole(-1, 2**32), most=1024)(value, where)
     else:
@@ -232,7 +231,7 @@ _IMPORTED = record(
 
 
 def _loads(value: Any, where: str) -> None:
-    """Check the number of tokens per expert: null, or a list of equally long lists of numbers."""
+    """Check the tokens per expert: null, or a list of equally long lists of numbers."""
     listing(listing(number, least=1))(value, where)
     if len({len(row) for row in value}) > 1:
         raise ValueError(f"{where} has rows of different lengths")
@@ -241,13 +240,13 @@ def _loads(value: Any, where: str) -> None:
 _HISTORY = record(
     {"losses": listing(number, most=1024), "norms": listing(number, most=1024), "skipped": whole(), "in_row": whole()}
 )
-"""What spikes are judged by; whoever goes on with it has a closer look."""
+"""History for detecting loss spikes; the consumer checks it more closely."""
 
 _TRAINING = record(
     {},
     {
         "step": whole(),
-        # The loader reads its own state, strictly.
+        # the loader checks its own state strictly
         "loader": mapping(NAME, anything),
         "world_size": whole(1),
         "zero_stage": whole(0, 3),
@@ -264,7 +263,7 @@ _TRAINING = record(
 
 
 def _no_manifest(value: Any, where: str) -> None:
-    """Check a file's name, which must not be that of the manifest itself."""
+    """Check a file name, which must not be the manifest itself."""
     FILE_NAME(value, where)
     if value == MANIFEST:
         raise ValueError(f"{where} is {MANIFEST}, which cannot vouch for itself")
@@ -278,7 +277,7 @@ _MANIFEST: Check = record(
         "version": anything,
         "step": whole(),
         "dtype": one_of(DTYPES),
-        # ModelConfig reads its own fields, strictly.
+        # ModelConfig checks its own fields strictly
         "model": mapping(NAME, anything),
         "files": mapping(_no_manifest, record({"bytes": whole(), "hash": HASH}, {"blocks": _BLOCK_HASHES})),
         "tensors": mapping(NAME, _TENSOR, least=1),
@@ -290,20 +289,20 @@ _MANIFEST: Check = record(
 
 
 PROVED = "proved.json"
-"""Beside the manifest, and not under its hash: which later loss proved the checkpoint."""
+"""Stored next to the manifest, outside its hash: the later loss that proved the checkpoint."""
 _MOST_PROOF_BYTES = 4096
 _WITHOUT_PROOF = "Remove it: the checkpoint is whole without."
 _PROOF = record({"manifest": HASH, "by": one_of(("step", "validation")), "step": whole(), "loss": number, "hash": HASH})
 
 
 def seal_proof(manifest_hash: str, proof: dict[str, Any]) -> bytes:
-    """Return the content of ``PROVED``: the proof of the checkpoint with this manifest, under its own hash."""
+    """Encode a ``PROVED`` file: the proof for the checkpoint with this manifest, under its own hash."""
     content = {"manifest": manifest_hash, **proof}
     return json.dumps(content | {"hash": canonical_hash(content)}).encode()
 
 
 def read_proof(folder: Path) -> dict[str, Any] | None:
-    """Return the proof of a checkpoint, None if it has none; raise CheckpointError if the file was changed."""
+    """Read a checkpoint's proof, None if there is no file; raise CheckpointError if the file was changed."""
     path = folder / PROVED
     if not path.exists():
         return None
@@ -314,7 +313,7 @@ def read_proof(folder: Path) -> dict[str, Any] | None:
 
 
 def parse_proof(text: bytes) -> dict[str, Any]:
-    """Return the content of a ``PROVED`` file; raise CheckpointError if it was changed."""
+    """Parse a ``PROVED`` file; raise CheckpointError if it was changed."""
     try:
         content = parse_json(text)
         if not isinstance(content, dict) or content.get("hash") != canonical_hash(content):

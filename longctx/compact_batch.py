@@ -1,8 +1,5 @@
 """``CompactBatch``: a micro-batch on its way from the shards to a device, in two or four bytes per token.
 
-A token and the one that follows it are in one buffer; positions and document ids are derived from the document
-boundaries. ``unpack`` makes the ``Batch`` of int64 tensors, 32 bytes per token, on the device that uses them.
-
 Axes: B rows, t tokens of this rank, D documents of the full sequence, S spans.
 """
 
@@ -20,30 +17,30 @@ from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, Batch, PackedDocumen
 
 
 class DocumentEnd(IntEnum):
-    """Kind of token after the last token of a document."""
+    """Kind of token after a document's last token."""
 
     NOTHING = 0
-    """It ends there: its last token has no target."""
+    """The document ends: its last token has no target."""
     MORE = 1
-    """It was cut there: the token behind the cut is the target."""
+    """The document was cut: the token after the cut is the target."""
     PADDING = 2
-    """It is no document but padding: no token of it has a target."""
+    """Padding instead of a document: its tokens have no targets."""
 
 
 class Span(NamedTuple):
-    """Tokens start, start + step, … of the sequence (``count`` of them), contiguous in ``CompactBatch.ids``."""
+    """Sequence tokens start, start + step, … (``count`` tokens), contiguous in ``CompactBatch.ids``."""
 
     start: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     step: int
     at: int
-    """Where its first token lies."""
+    """Buffer index of its first token."""
 
     @property
     def following(self) -> int:
-        """Distance in the buffer from a token to the one that follows it."""
-        # Neighbours share the buffer: each token's following one is the next. With a step, the following tokens come
-        # after all.
+        """Buffer distance from a token to its following token."""
+        # Adjacent tokens share the buffer: each following token is the next entry. With a step, the following tokens
+        # are stored after the last token.
         if self.step == 1:
             return 1
         return self.count
@@ -55,15 +52,18 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+# Each token and its following token share one buffer; positions and document ids are derived from the document bounds.
+# ``unpack`` builds the ``Batch`` of int64 tensors, 32 bytes per token, on the device that uses them, so only the
+# compact form crosses the bus.
 class CompactBatch:
-    """One rank's tokens of a micro-batch, or all of them, on the CPU."""
+    """One rank's micro-batch tokens, or all of them, on the CPU."""
 
     ids: Tensor
-    """Token ids, uint16 or int32 as the shards have them: each span's tokens, and the one behind each of them."""
+    """Token ids, uint16 or int32 as in the shards: each span's tokens and their following tokens."""
     spans: Tensor
-    """int64 [S, 4]: ``Span`` by ``Span``, in the order of this rank's tokens."""
+    """int64 [S, 4]: one ``Span`` per row, in this rank's token order."""
     ends: Tensor
-    """uint8 [D]: a ``DocumentEnd`` of each document."""
+    """uint8 [D]: a ``DocumentEnd`` per document."""
     bounds: Tensor
     """int64 [D + 1]: ``documents.cu_seqlens``."""
     documents: PackedDocuments
@@ -71,23 +71,23 @@ class CompactBatch:
     shape: tuple[int, int]
     """(B, t)."""
     counted: Tensor | None = None
-    """Runs of tokens of the whole sequence whose target counts in the loss, of this rank's documents: first token and
-    the one behind the last of each, int64 [2 · runs], ascending. None if every target counts."""
+    """Runs of sequence tokens whose target counts in the loss, within this rank's documents: each run's first token and
+    end, int64 [2 · runs], ascending. None if every target counts."""
     masked: Tensor | None = None
-    """This rank's tokens that masking chose, and what is read in the place of each, int32 [2, chosen]; ``ids`` have
-    what stood there. None if nothing is masked."""
+    """This rank's masked tokens, and the token ids that replace them, int32 [2, chosen]; ``ids`` keep the originals.
+    None without masking."""
     seconds: Tensor | None = None
-    """Token of each document that its second segment begins with, int64 [D]; None if each document is one segment."""
+    """First token of each document's second segment, int64 [D]; None if each document is one segment."""
     firsts: Tensor | None = None
-    """Of documents of two segments this rank's first tokens, and ``Stream.order`` of each, int32 [2, firsts]."""
+    """This rank's first tokens in two-segment documents, with their ``Stream.order``, int32 [2, firsts]."""
     num_targets: int
-    """Tokens that masking chose; without masking, those that one follows in their document, and that count."""
+    """Masked tokens; without masking, tokens with a following token in their document that counts."""
     num_tokens: int
     """Tokens that are not padding."""
     sources: Tensor | None = None
     """``Batch.sources``, which stay on the CPU."""
     source: CompactBatch | None = None
-    """``Batch.source``: this rank's tokens of it."""
+    """``Batch.source``: this rank's source tokens."""
     row_tokens: int = 0
     """``Batch.row_tokens``."""
     placement: Any = None
@@ -95,12 +95,12 @@ class CompactBatch:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes copied to the device."""
+        """Bytes copied to the device."""
         of_source = 0 if self.source is None else self.source.nbytes
         return of_source + sum(getattr(self, name).nbytes for name in self._moving)
 
     def pinned(self) -> CompactBatch:
-        """Return the same batch in page-locked memory, which a GPU copies from while it computes."""
+        """Copy the batch to page-locked memory, which a GPU reads from asynchronously."""
         source = self.source
         if source is not None:
             source = source.pinned()
@@ -115,7 +115,7 @@ class CompactBatch:
 
     @property
     def num_pairs(self) -> int:
-        """Number of documents of two segments with their first token here."""
+        """Two-segment documents with their first token on this rank."""
         return 0 if self.firsts is None else self.firsts.shape[1]
 
     def num_ahead(self, most: int) -> int:
@@ -123,13 +123,13 @@ class CompactBatch:
         return most * self.num_targets - _num_too_near(self, most)
 
     def unpack(self, device: torch.device | str = "cpu", prepare: Callable[[Stream], Batch] = asked_for) -> Batch:
-        """Return the batch with its per-token tensors [B, t], int64, on ``device``, without a host synchronisation.
+        """Build the batch with per-token tensors [B, t], int64, on ``device``, without a host sync.
 
-        ``prepare`` makes the targets of an objective, on the device.
+        ``prepare`` creates an objective's targets on the device.
         """
         stream = self.stream(device)
         if self.source is not None:
-            # No token of the source is predicted.
+            # source tokens are never predicted
             stream = replace(stream, source=replace(self.source.stream(device), following=None))
         return prepare(stream)
 
@@ -141,7 +141,7 @@ class CompactBatch:
             per_token = looked_up(self, device)
         places = firsts = None
         if self.seconds is not None and self.firsts is not None:
-            # Padding has id -1: looked up as the first document's, and masked below.
+            # Padding has id -1: look up document 0 for it, and mask it below.
             document_ids, seconds = per_token["document_ids"], self.seconds.to(device, non_blocking=True)
             is_second = per_token["positions"] >= seconds[document_ids.clamp(min=0)]
             per_token["segments"] = (is_second & (document_ids != PADDING_DOCUMENT)).long()
@@ -164,7 +164,7 @@ class CompactBatch:
         )
 
     def copied(self) -> dict[str, Tensor]:
-        """Return the per-token tensors on the CPU, copied by document: a tenth of the time of ``looked_up``."""
+        """Build the per-token tensors on the CPU, document by document, in a tenth of the time ``looked_up`` takes."""
         num_local = self.shape[0] * self.shape[1]
         names = ("tokens", "following", "positions", "document_ids")
         found = {name: torch.empty(num_local, dtype=torch.int64) for name in names}
@@ -180,7 +180,7 @@ class CompactBatch:
             behind = at + span.following
             following[local : local + count] = self.ids[behind : behind + count]
             for number, first, last in self.documents.within(start, start + (count - 1) * step + 1):
-                # The first of the span's tokens in this document; with a step there may be none.
+                # the span's first token in this document; with a step there may be none
                 first += -(first - start) % step
                 num = len(range(first, last, step))
                 if not num:
@@ -202,12 +202,12 @@ class CompactBatch:
 
 
 def _num_too_near(batch: CompactBatch, most: int) -> int:
-    """Return the number of predictions 1 … ``most`` tokens ahead that would start before their document."""
+    """Count the predictions 1 … ``most`` tokens ahead that would start before their document."""
     missing, bounds = 0, batch.documents.bounds
     for start, count, step, _ in batch.spans.tolist():
         for number, first, last in batch.documents.within(start, start + (count - 1) * step + 1):
             begin = bounds[number]
-            # Only the first tokens of a document, some of which may be on this rank.
+            # only a document's first tokens, some of which may be on this rank
             for index in range(begin, min(last, begin + most)):
                 if index >= first and not (index - start) % step and _has_target(batch, number, index):
                     missing += most - (index - begin)
@@ -215,7 +215,7 @@ def _num_too_near(batch: CompactBatch, most: int) -> int:
 
 
 def _has_target(batch: CompactBatch, number: int, index: int) -> bool:
-    """Return whether a token of a document is followed by one that counts."""
+    """Return whether a document's token has a following token that counts."""
     end = int(batch.ends[number])
     if end == DocumentEnd.PADDING:
         return False
@@ -225,7 +225,7 @@ def _has_target(batch: CompactBatch, number: int, index: int) -> bool:
 
 
 def looked_up(batch: CompactBatch, device: torch.device | str) -> dict[str, Tensor]:
-    """Return the per-token tensors [B·t] by name, each token looked up separately, which is fast on a GPU."""
+    """Build the per-token tensors [B·t] by name with one lookup per token, which is fast on a GPU."""
     ids, spans, ends, bounds = (
         x.to(device, non_blocking=True) for x in (batch.ids, batch.spans, batch.ends, batch.bounds)
     )
@@ -236,7 +236,7 @@ def looked_up(batch: CompactBatch, device: torch.device | str) -> dict[str, Tens
     num_local = batch.shape[0] * batch.shape[1]
     local = torch.arange(num_local, device=device)
     ends_S = count_S.cumsum(0)
-    # Searched rather than repeated: no size here requires a host synchronisation.
+    # searchsorted instead of repeat_interleave: no output size needs a host sync
     span = torch.searchsorted(ends_S, local, right=True)
     nth = local - (ends_S - count_S)[span]
     entry = at_S[span] + nth
@@ -258,7 +258,7 @@ def looked_up(batch: CompactBatch, device: torch.device | str) -> dict[str, Tens
 
 
 def _inside(bounds: Tensor, index: Tensor) -> Tensor:
-    """Return whether each index is in one of the runs with these bounds."""
+    """Return whether each index is inside a run from ``bounds``."""
     return torch.searchsorted(bounds, index, right=True) % 2 == 1
 
 
@@ -266,5 +266,5 @@ def _looked_up(ids: Tensor, index: Tensor) -> Tensor:
     """Return ``ids[index]`` as int64."""
     if ids.dtype != torch.uint16:
         return ids[index].long()
-    # Few PyTorch operators support unsigned dtypes: the bits are looked up, and the sign is removed.
+    # Few PyTorch operators support unsigned dtypes, so look up the bits and clear the sign extension.
     return ids.view(torch.int16)[index].long().bitwise_and_(0xFFFF)

@@ -1,4 +1,4 @@
-"""``ModelConfig``: the full definition of a decoder, and named models. Imports no tensor library."""
+"""``ModelConfig``: a decoder's full definition, and named models. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelFields):
-    """Shape of a decoder, checked: ``longctx/architecture/fields.py`` has the fields.
+    """A checked decoder shape; ``longctx/architecture/fields.py`` documents the fields.
 
-    If a number is optional, 0 means that there is none (or the usual one). The defaults describe a small Qwen2: RMSNorm
-    before each part, rotary positions, grouped-query attention, SwiGLU.
+    For an optional number, 0 disables it (or selects the usual value). The defaults describe a small Qwen2: pre-norm
+    RMSNorm, rotary positions, grouped-query attention, SwiGLU.
     """
 
     def __post_init__(self) -> None:
         check_model(self)
 
     def differences(self, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
-        """Return the fields that make the two different functions of their weights: name -> (this one's, the other's).
+        """Return the fields that make the two configs different functions of their weights: name -> (this one's, the
+        other's).
 
-        Weight initialisation, loss weights and sizes that a dense (or expert) model does not read make no difference.
+        Weight initialization, loss weights and sizes that a dense (or expert) model does not read make no difference.
         """
         idle = names_of_role("training") | names_of_role("length")
-        # A model without experts does not read their fields, and one with only experts not the dense FFN's width.
+        # A model without experts ignores their fields, and one with only experts ignores the dense FFN width.
         if not self.num_experts:
             idle |= names_of_role("experts")
         elif not self.dense_layers:
@@ -46,7 +47,7 @@ class ModelConfig(ModelFields):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Return a config from plain values, with lists for tuples as in JSON; an unknown key is an error."""
+        """Build a config from plain values, with lists for tuples as in JSON; raise ConfigError for an unknown key."""
         values = dict(values)
         if isinstance(values.get("rope"), dict):
             values["rope"] = _from_plain(Rope, values["rope"], "model.rope")
@@ -54,9 +55,9 @@ class ModelConfig(ModelFields):
 
     @classmethod
     def from_hf(cls, config: dict[str, Any], *, mtp: bool = False) -> Self:
-        """Return the config of a Hugging Face ``config.json``; raise ConfigError if this decoder cannot be that model.
+        """Convert a Hugging Face ``config.json``; raise ConfigError if this decoder cannot represent the model.
 
-        With ``mtp``, its blocks for multi-token prediction belong to the decoder too.
+        With ``mtp``, include its multi-token prediction blocks.
         """
         return cls(**families.config_from_hf(config, mtp=mtp))
 
@@ -66,19 +67,19 @@ class ModelConfig(ModelFields):
 
 
 def _from_plain(kind: type[T], values: dict[str, Any], where: str) -> T:
-    """Return a dataclass from plain values; raise ConfigError for an unknown key."""
+    """Build a dataclass from plain values; raise ConfigError for an unknown key."""
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - known)
     if unknown:
         raise ConfigError(f"unknown {where} keys {shown(unknown)}; known: {sorted(known)}.")
-    # JSON and TOML have no tuples, and a frozen config must be hashable.
+    # JSON and TOML have no tuples, and a frozen config must be hashable
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return kind(**(values | lists))
 
 
 _QUICKSTART = {
-    # Experts of a model this young choose alike, because its tokens look alike to its routers: large embeddings of
-    # their own keep them apart, and jitter blurs what is left in common (docs/experts.md).
+    # In a model this young, routers cannot tell similar tokens apart and choose the same experts: large untied
+    # embeddings separate the tokens, and jitter blurs the remaining similarity (docs/experts.md).
     "quickstart": ModelConfig(
         num_layers=2,
         num_experts=8,
@@ -100,7 +101,7 @@ _OPENAI: dict[str, Any] = {
     "activation": "gelu_tanh",
     "ffn_bias": True,
 }
-"""What OpenAI's models have in common."""
+"""Shared by OpenAI's models."""
 
 _GPT = {
     "gpt-1": ModelConfig(  # Radford et al. 2018
@@ -126,8 +127,8 @@ _GPT = {
         ffn_size=6400,
         residual_dropout=0.1,
     ),
-    # arXiv 2005.14165, table 2.1. Every other layer is banded there, with an unpublished width: here all are full. The
-    # paper does not say either whether the head is tied; the usual count of 175 billion has a separate one.
+    # arXiv 2005.14165, table 2.1. There every other layer is banded with an unpublished width; here all are full. The
+    # paper does not state whether the head is tied; the usual count of 175 billion has a separate one.
     "gpt-3": ModelConfig(
         **_OPENAI,
         vocab_size=50_257,
@@ -151,7 +152,7 @@ _LLAMA_7B: dict[str, Any] = {
     "norm_eps": 1e-5,
     "tie_embeddings": False,
 }
-"""What Llama of 7 billion parameters and those after its shape have in common."""
+"""Shared by Llama 7B and models with its shape."""
 
 _LLAMA = {
     "llama-2-7b": ModelConfig(  # arXiv 2307.09288
@@ -195,7 +196,7 @@ _EXPERTS = {
         expert_ffn_size=768,
         tie_embeddings=False,
     ),
-    "qwen3.5-9b": ModelConfig(  # the text model: three gated delta layers to each full one
+    "qwen3.5-9b": ModelConfig(  # the text model: three gated delta layers per full attention layer
         vocab_size=248_320,
         hidden_size=4096,
         num_layers=32,
@@ -264,7 +265,7 @@ _BERT: dict[str, Any] = {
     "residual_dropout": 0.1,
     "max_positions": 512,
 }
-"""What BERT and those after its shape have in common."""
+"""Shared by BERT and models with its shape."""
 _BASE: dict[str, Any] = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "ffn_size": 3072}
 _LARGE: dict[str, Any] = {"hidden_size": 1024, "num_layers": 24, "num_heads": 16, "num_kv_heads": 16, "ffn_size": 4096}
 _BERT_ENDS: dict[str, Any] = {"vocab_size": 30_522, "segments": 2, "norm_eps": 1e-12}
@@ -300,7 +301,7 @@ _AFTER_SUMS: dict[str, Any] = {
     "head_bias": True,
     "residual_dropout": 0.1,
 }
-"""What BART and Marian have in common."""
+"""Shared by BART and Marian."""
 _BART: dict[str, Any] = _AFTER_SUMS | {
     "vocab_size": 50_265,
     "position": "learned",
@@ -330,7 +331,7 @@ _SMALL: dict[str, Any] = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 8,
 
 
 def _two_stacks(layers: int, shape: dict[str, Any], rest: dict[str, Any]) -> ModelConfig:
-    """Return a config with an encoder and a decoder of ``layers`` layers each."""
+    """Build an encoder-decoder config with ``layers`` layers in each stack."""
     values: dict[str, Any] = shape | rest | {"num_layers": layers, "encoder_layers": layers}
     return ModelConfig(**values)
 
@@ -338,7 +339,7 @@ def _two_stacks(layers: int, shape: dict[str, Any], rest: dict[str, Any]) -> Mod
 _TWO_STACKS = {
     "bart-base": _two_stacks(6, _BASE, _BART),  # arXiv 1910.13461
     "bart-large": _two_stacks(12, _LARGE, _BART),
-    # Helsinki-NLP's translation models of OPUS, by Marian; the vocabulary is that of opus-mt-en-de.
+    # Helsinki-NLP's OPUS translation models, by Marian; the vocabulary is from opus-mt-en-de.
     "opus-mt": _two_stacks(6, _SMALL, _OPUS),
     "t5-small": _two_stacks(6, _SMALL, _T5 | {"logit_scale": 512**-0.5}),  # arXiv 1910.10683
     "t5-base": _two_stacks(12, _BASE, _T5 | {"logit_scale": 768**-0.5}),
@@ -348,4 +349,4 @@ _TWO_STACKS = {
 }
 
 PRESETS: dict[str, ModelConfig] = _QUICKSTART | _GPT | _LLAMA | _EXPERTS | _ENCODERS | _TWO_STACKS
-"""Named shapes for ``model.preset``: small ones to start from, and published models."""
+"""Named shapes for ``model.preset``: small starting points and published models."""

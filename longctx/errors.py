@@ -1,7 +1,7 @@
 """Errors that a user can cause. Each message states the value, the rule, and the nearest valid alternative.
 
-``launcher`` turns any of them into one screen of text and an exit code, the same on every rank; ``assert`` is for
-internal invariants.
+``launcher`` turns them into one screen of text and an exit code, the same on every rank; ``assert`` is for internal
+invariants.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class LongCtxError(Exception):
-    """Base class of all errors that a user can fix."""
+    """Base class for all errors that a user can fix."""
 
 
 class ConfigError(LongCtxError):
@@ -18,7 +18,7 @@ class ConfigError(LongCtxError):
 
 
 class LengthError(ConfigError):
-    """A length that does not hold the shortest prompt of an evaluation's task."""
+    """A length too short for the shortest prompt in an evaluation task."""
 
 
 class DataError(LongCtxError):
@@ -26,23 +26,23 @@ class DataError(LongCtxError):
 
 
 class CheckpointError(LongCtxError):
-    """Checkpoint that is missing, incomplete, damaged or of another model; or one that could not be written."""
+    """Checkpoint that is missing, incomplete, damaged, from another model, or could not be written."""
 
 
 class TrainingError(LongCtxError):
-    """Training step that cannot be taken, such as one with non-finite values."""
+    """Training step that cannot be taken, for example because of non-finite values."""
 
     def __init__(self, message: str, record: Mapping[str, Any] | None = None) -> None:
-        """Set the message and the ``record`` of the step for the run's metrics."""
+        """Set the message and the step's ``record`` for the run's metrics."""
         super().__init__(message)
         self.record = record
 
 
 class GradientError(TrainingError):
-    """Gradients that are not finite, or refused for their norm: the update was skipped on every rank."""
+    """Gradients that are not finite, or rejected for their norm: the update was skipped on every rank."""
 
     def __init__(self, norm: float, names: Sequence[str]) -> None:
-        """Set the parameters with non-finite gradients, ``names``, in the model's order.
+        """Set ``names``, the parameters with non-finite gradients, in the model's order.
 
         ``names`` is empty if each gradient is finite and only their total norm is not.
         """

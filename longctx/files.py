@@ -1,6 +1,6 @@
 """Atomic writes: complete files and folders appear at once or not at all.
 
-This module also reads facts about files without parsing them: hashes, and the locations of a run's checkpoints.
+Also reads facts about files without parsing them: hashes, and the locations of a run's checkpoints.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from longctx.untrusted.reading import NOT_FETCHED, NotFetchedError, check_fetche
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-"""Folder of a run that holds its checkpoints."""
+"""Subfolder for a run's checkpoints."""
 
 _SMALL_MANIFEST_BYTES, _MOST_MANIFEST_BYTES = 16 * 2**20, 2**30
 _SMALL_MANIFEST_VALUES = 500_000
 _MOST_TOML_BYTES = 4 * 2**20
-"""Of a file that people write."""
+"""For a file that people write."""
 
 _COMMITTED = re.compile(r"step_(\d{6,})")
 
@@ -49,7 +49,7 @@ _ADVICE = {
 def explained_writes(
     path: Path, error: type[LongCtxError] = DataError, *, kept: str = "Nothing is left of it."
 ) -> Iterator[None]:
-    """Turn a disk error under ``path`` into an ``error`` with advice; ``kept`` describes the files that remain."""
+    """Turn a disk error under ``path`` into an ``error`` with a hint; ``kept`` describes the files that remain."""
     try:
         yield
     except OSError as refusal:
@@ -58,7 +58,7 @@ def explained_writes(
 
 
 def write_atomically(path: Path, content: bytes, error: type[LongCtxError] = DataError) -> None:
-    """Write the file atomically: readers see the old content or the new, never a part."""
+    """Write the file atomically: readers see either the old content or the new."""
     with explained_writes(path, error):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path) as temporary:
@@ -67,15 +67,15 @@ def write_atomically(path: Path, content: bytes, error: type[LongCtxError] = Dat
 
 @contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to ``path``; on success, the file written there is synced and renamed to ``path``.
+    """Yield a temporary path next to ``path``; on success, sync the file written there and rename it to ``path``.
 
-    Errors of the system stay OSErrors.
+    System errors stay OSErrors.
     """
-    # Next to the target, because a rename is atomic only within one file system.
+    # next to the target, because a rename is only atomic within one file system
     temporary = path.with_name(f".{path.name}.{_writer()}.tmp")
     try:
         yield temporary
-        # On the disk before the rename: after a power failure the name must not refer to an empty file.
+        # Sync before the rename: after a power failure the name must not refer to an empty file.
         sync_path(temporary)
         temporary.replace(path)
     finally:
@@ -83,13 +83,13 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write the file and wait until it is on the disk."""
+    """Write the file and wait until it is on disk."""
     path.write_bytes(content)
     sync_path(path)
 
 
 def sync_path(path: Path) -> None:
-    """Flush the content of a file or folder to the disk."""
+    """Flush a file's or folder's content to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -99,10 +99,10 @@ def sync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def staged_folder(target: Path, *, replace: bool = False, error: type[LongCtxError] = DataError) -> Iterator[Path]:
-    """Yield a temporary folder next to ``target``; on success it is synced and renamed to it, otherwise removed.
+    """Yield a temporary folder next to ``target``; on success sync and rename it to ``target``, otherwise remove it.
 
     ``replace`` moves an existing target aside first and deletes it last, so a crash loses neither; without it, a
-    non-empty target is an ``error``. Leftovers of a killed process are removed by the next one on the same host.
+    non-empty target is an ``error``. A killed process's leftovers are removed by the next one on the same host.
     """
     staging = target.with_name(f".{target.name}.partial.{_writer()}")
     retired = target.with_name(f".{target.name}.retired.{_writer()}")
@@ -117,7 +117,7 @@ def staged_folder(target: Path, *, replace: bool = False, error: type[LongCtxErr
             for path in staging.rglob("*"):
                 sync_path(path)
             sync_path(staging)
-            # Two renames, with no target in between: the exception handler below restores the old one.
+            # Two renames leave a moment without a target: if the second fails, the handler below restores the old one.
             if replace and target.exists():
                 target.rename(retired)
             staging.rename(target)
@@ -140,20 +140,20 @@ def check_free(target: Path, error: type[LongCtxError]) -> None:
 
 
 def check_link(folder: Path, file: str, error: type[LongCtxError] = DataError) -> None:
-    """Raise ``error`` if a file of a folder is a link out of it, or a dangling link.
+    """Raise ``error`` if a file in a folder is a link out of it, or a dangling link.
 
-    A folder may be untrusted: the target of a link must not be copied under the link's name. A Hugging Face cache
-    stores every file as a link into its own blobs, so such links are allowed.
+    A folder may be untrusted: a link's target must not be copied under the link's name. A Hugging Face cache stores
+    every file as a link into its own blobs, so such links are allowed.
     """
     allowed = [(folder.resolve() / file).parent, folder.resolve()]
-    # The user may have named the folder by a link.
+    # the user may have named the folder by a link
     for spelling in (folder.absolute(), folder.resolve()):
         if spelling.parent.name == "snapshots":
             allowed.append((spelling.parents[1] / "blobs").resolve())
     try:
         target = (folder / file).resolve()
     except (OSError, RuntimeError) as refusal:
-        # A link to itself.
+        # a link to itself
         raise error(f"{folder / file} cannot be followed: {refusal}.") from refusal
     if target.parent not in allowed:
         raise error(f"{folder / file} leads out of its folder, to {target}. Copy the file instead.")
@@ -162,27 +162,25 @@ def check_link(folder: Path, file: str, error: type[LongCtxError] = DataError) -
 
 
 def read_manifest_json(folder: Path) -> Any:
-    """Return the value of a checkpoint's manifest, unchecked; raise OSError or ValueError if it cannot be read."""
+    """Parse a checkpoint's manifest without checking it; raise OSError or ValueError if it cannot be read."""
     content, most_values = read_manifest_bytes(folder)
     return parse_json(content, most_values=most_values)
 
 
 def read_manifest_bytes(folder: Path) -> tuple[bytes, int]:
-    """Return a checkpoint's manifest text and its maximum number of values; raise OSError or ValueError as above.
-
-    Each piece is named in the manifest and, in about as many bytes, in the header of its file: a manifest larger than
-    twice the folder's other files cannot describe a checkpoint.
-    """
+    """Return a checkpoint's manifest text and its value limit; raise OSError or ValueError if it cannot be read."""
     if (folder / MANIFEST).is_symlink():
         check_link(folder, MANIFEST)
+    # A manifest larger than twice the folder's other files cannot describe a checkpoint: each piece takes about as many
+    # bytes in its file's header.
     beside = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
     most_bytes = min(_SMALL_MANIFEST_BYTES + 2 * beside, _MOST_MANIFEST_BYTES)
-    # A piece takes some 130 bytes and has four values.
+    # a piece takes some 130 bytes and has four values
     return read_bounded(folder / MANIFEST, most_bytes), _SMALL_MANIFEST_VALUES + most_bytes // 20
 
 
 def read_toml(path: Path, called: str) -> dict[str, Any]:
-    """Return the values of a TOML file; raise ConfigError, with the name ``called``, if it cannot be read or parsed."""
+    """Read a TOML file; raise ConfigError with the name ``called`` if it cannot be read or parsed."""
     text = ""
     try:
         text = read_bounded(path, _MOST_TOML_BYTES).decode()
@@ -194,7 +192,7 @@ def read_toml(path: Path, called: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{called} is not UTF-8 text, as TOML is.") from error
     except (ValueError, RecursionError) as error:
-        # tomllib says where, and not what stands there.
+        # tomllib reports the line number, but not the line
         place = re.search(r"at line (\d+)", str(error))
         line = ""
         if place:
@@ -204,9 +202,9 @@ def read_toml(path: Path, called: str) -> dict[str, Any]:
 
 
 def wrong_size(path: Path, num_bytes: int) -> str:
-    """Return the problem of a file with another size than in its manifest, as a sentence without its subject."""
+    """Describe a file that does not have its manifest entry's size, as a sentence without its subject."""
     try:
-        # If it cannot be read, its size is still wrong.
+        # if it cannot be read, its size is still wrong
         with contextlib.suppress(OSError):
             check_fetched(path)
     except NotFetchedError:
@@ -215,7 +213,7 @@ def wrong_size(path: Path, num_bytes: int) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return the xxh3_128 of the file's bytes as 32 hex digits, read in pieces."""
+    """Return the xxh3_128 over the file's bytes as 32 hex digits, read in pieces."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
@@ -224,24 +222,24 @@ def hash_file(path: Path) -> str:
 
 
 def list_checkpoints(run_folder: str | Path) -> list[Path]:
-    """Return a run's committed checkpoints, oldest first: folders ``checkpoints/step_NNNNNN`` with a manifest."""
+    """List a run's committed checkpoints, oldest first: folders ``checkpoints/step_NNNNNN`` with a manifest."""
     steps: list[tuple[int, Path]] = []
     for path in (Path(run_folder) / CHECKPOINTS).glob("step_*"):
-        # Excludes ``step_000100.discarded``, and folders that are still being copied.
+        # excludes ``step_000100.discarded``, and folders that are still being copied
         match = _COMMITTED.fullmatch(path.name)
         if match and (path / MANIFEST).is_file():
             steps.append((int(match[1]), path))
-    # By number, not by name: seven digits come after six.
+    # numerically, not by name: seven digits sort after six
     return [path for _, path in sorted(steps)]
 
 
 def _writer() -> str:
-    """Return host and process, so that two writers of one target never share a temporary name."""
+    """Return host and process, so that two writers for one target never share a temporary name."""
     return f"{socket.gethostname()}.{os.getpid()}"
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Delete partial folders of dead processes of this host; other processes may still be writing theirs."""
+    """Delete partial folders from dead processes on this host; live processes may still be writing theirs."""
     prefix = f".{target.name}.partial.{socket.gethostname()}."
     for folder in target.parent.iterdir():
         pid = folder.name.removeprefix(prefix)
@@ -250,12 +248,12 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether this host has such a process. Signal 0 checks without sending anything."""
+    """Return whether this process exists on this host. Signal 0 checks without sending anything."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        # It runs, as another user.
+        # it runs, as another user
         return True
     return True

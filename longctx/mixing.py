@@ -1,7 +1,7 @@
-"""64-bit integer mixing, so that no order or draw depends on a library's random generator or its version.
+"""64-bit integer mixing, so that orders and random draws do not depend on a library's generator or its version.
 
-``mix64`` is one step of splitmix64: a bijection with output bits that look independent. Constants are those of Steele,
-Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+``mix64`` is one splitmix64 step: a bijection whose output bits look independent. Constants are from Steele, Lea and
+Flood, "Fast splittable pseudorandom number generators" (2014).
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""What the generator's state advances by: 2^64 divided by the golden ratio, made odd."""
+"""Increment for the generator's state: 2^64 divided by the golden ratio, made odd."""
 
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _WORD = 0xFFFFFFFFFFFFFFFF
 
 
 def mix64(x: int) -> int:
-    """Return the splitmix64 image of the low 64 bits of a number."""
+    """Return the splitmix64 image of a number's low 64 bits."""
     x = (x + GOLDEN) & _WORD
     x = ((x ^ (x >> 30)) * _FACTORS[0]) & _WORD
     x = ((x ^ (x >> 27)) * _FACTORS[1]) & _WORD
@@ -24,8 +24,8 @@ def mix64(x: int) -> int:
 
 
 def mix64_array(values: np.ndarray) -> np.ndarray:
-    """Return the splitmix64 image of each value, uint64."""
-    # Arithmetic on uint64 arrays wraps, as the mixer requires.
+    """Return each value's splitmix64 image, uint64."""
+    # uint64 array arithmetic wraps around, as the mixer requires
     x = values.astype(np.uint64) + np.uint64(GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_FACTORS[0])
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_FACTORS[1])

@@ -1,6 +1,6 @@
-"""``SwapFile``: tensors of a rank in one unlinked file, so that nothing remains of it however the process ends.
+"""``SwapFile``: a rank's tensors in one unlinked file, so that nothing remains on disk however the process ends.
 
-Reads and writes go past the page cache if the file system has direct I/O. Every transfer is checked: a full or broken
+Reads and writes bypass the page cache if the file system has direct I/O. Every transfer is checked: a full or broken
 disk raises an error, and never returns other values.
 """
 
@@ -21,50 +21,51 @@ from torch import Tensor
 from longctx.tensor_bytes import as_bytes
 
 ALIGNMENT = 4096
-"""Direct I/O wants addresses, offsets and lengths in multiples of a disk's sector; no disk has larger ones."""
+"""Direct I/O requires addresses, offsets and lengths in multiples of a disk sector; no disk has larger sectors."""
 BLOCK_BYTES = 16 << 20
-"""Bytes of one transfer."""
+"""Bytes per transfer."""
 WORKERS = 8
-"""Transfers that are under way at a time: a fast disk is not busy with one."""
+"""Concurrent transfers: one cannot saturate a fast disk."""
 
 
 class SwapFile:
-    """Values by name. A name keeps its place in the file, which is reserved on its first write."""
+    """Named values. A name keeps its offset in the file, which is reserved on its first write."""
 
     def __init__(self, folder: Path) -> None:
-        """Create the file in ``folder``, which must exist. OSError if the file system refuses a write."""
+        """Create the file in ``folder``, which must exist. Raise OSError if the file system rejects a write."""
         self._folder = folder
         self._fd, self.is_direct = _open_unnamed(folder)
         weakref.finalize(self, os.close, self._fd)
         self._places: dict[str, tuple[int, int]] = {}
-        """Name -> (offset, bytes that are reserved)."""
+        """Name -> (offset, reserved bytes)."""
         self._end = 0
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="swap")
         self._bounce = threading.local()
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes reserved on the disk."""
+        """Bytes reserved on disk."""
         return self._end
 
     def write(self, name: str, *parts: Tensor) -> list[Future[None]]:
-        """Begin to write contiguous CPU tensors, one after the other.
+        """Start writing contiguous CPU tensors, back to back.
 
-        They must not change until every future is done. All but the last are multiples of ``ALIGNMENT`` bytes.
+        They must not change until every future is done. All but the last must be multiples of ``ALIGNMENT`` bytes.
         """
         offset = self._place(name, sum(part.nbytes for part in parts))
         return self._transfer(offset, parts, self._write_block)
 
     def read(self, name: str, *parts: Tensor) -> list[Future[None]]:
-        """Begin to read the first values of ``name`` into contiguous CPU tensors, one after the other."""
+        """Start reading the first values for ``name`` into contiguous CPU tensors, back to back."""
         offset, reserved = self._places[name]
         wanted = sum(part.nbytes for part in parts)
         assert wanted <= reserved, f"{name} has {reserved} bytes, and {wanted} are asked for"
         return self._transfer(offset, parts, self._read_block)
 
     def _place(self, name: str, num_bytes: int) -> int:
-        """Return the offset of a name's values in the file; raise OSError if the disk has no room for a new one."""
+        """Return a name's offset in the file, reserving space on first use; raise OSError if the disk is full."""
         if name not in self._places:
+            # reserve disk blocks now, so that a full disk fails here instead of in a later write
             reserved = -(-num_bytes // ALIGNMENT) * ALIGNMENT
             try:
                 os.posix_fallocate(self._fd, self._end, max(reserved, 1))
@@ -94,7 +95,7 @@ class SwapFile:
     def _write_block(self, offset: int, block: memoryview, is_aligned: bool) -> None:
         if self.is_direct and not (is_aligned and len(block) % ALIGNMENT == 0):
             bounce = self._bounce_buffer(len(block))
-            # The bytes after the block's end in the file are not used.
+            # the file's bytes past the block's end are unused
             bounce[: len(block)] = block
             block = bounce
         self._repeat(os.pwritev, offset, block)
@@ -120,31 +121,31 @@ class SwapFile:
             done += moved
 
     def _bounce_buffer(self, num_bytes: int) -> memoryview:
-        """Return aligned memory of this worker, with ``num_bytes`` rounded up."""
+        """Return this worker's aligned buffer, with ``num_bytes`` rounded up."""
         if not hasattr(self._bounce, "buffer"):
             self._bounce.buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         return self._bounce.buffer[: -(-num_bytes // ALIGNMENT) * ALIGNMENT]
 
     def _explained(self, error: OSError) -> OSError:
-        """Return the same error, naming the folder."""
+        """Return the same error with the folder's name."""
         return OSError(error.errno, f"swapping failed: {error.strerror}", str(self._folder))
 
 
 def _open_unnamed(folder: Path) -> tuple[int, bool]:
-    """Return an unlinked file, and whether it is read and written past the page cache."""
+    """Open an unlinked file; return it and whether it bypasses the page cache."""
     plain, path = tempfile.mkstemp(prefix=".swap.", dir=folder)
     direct = -1
     try:
         try:
             direct = os.open(path, os.O_RDWR | os.O_DIRECT)
         except OSError as error:
-            # The error of a file system without direct I/O.
+            # EINVAL: the file system has no direct I/O
             if error.errno != errno.EINVAL:
                 raise
     finally:
         Path(path).unlink()
     try:
-        # Some accept the flag, and refuse the transfer.
+        # some file systems accept the flag, but reject the transfer
         if direct >= 0 and _takes_a_block(direct):
             os.close(plain)
             return direct, True
@@ -159,7 +160,7 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
 
 
 def _takes_a_block(fd: int) -> bool:
-    """Write one sector and read it again; return False if the file system refuses such a transfer."""
+    """Write one sector and read it back; return False if the file system rejects such a transfer."""
     block = memoryview(mmap.mmap(-1, ALIGNMENT))
     block[:] = bytes(range(256)) * (ALIGNMENT // 256)
     try:

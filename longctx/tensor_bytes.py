@@ -1,4 +1,4 @@
-"""``as_bytes``: the memory of a tensor, for code that sends, stores or compares bits of any dtype."""
+"""``as_bytes``: a tensor's memory, for code that sends, stores or compares bits in any dtype."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, uint8 [bytes], in the same memory."""
+    """View a contiguous tensor's memory as uint8 [bytes]."""
     assert x.is_contiguous(), "its values must lie end to end"
-    # Not ``x.view(torch.uint8)``, which requires a last stride of 1: an empty tensor and a single value may have any.
+    # ``x.view(torch.uint8)`` requires a last stride of 1, but an empty or single-value tensor may have any stride.
     return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def rows_as_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor [..., X] of any strides, uint8 [..., X · itemsize]; copied unless contiguous."""
+    """View a tensor [..., X] as uint8 [..., X · itemsize]; copied unless contiguous."""
     return as_bytes(x.contiguous()).view(x.shape[:-1] + torch.Size([x.shape[-1] * x.itemsize]))
 
 
 def content_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor for Python; copied unless the tensor is contiguous."""
+    """Expose a CPU tensor's bytes to Python; copied unless contiguous."""
     return as_bytes(tensor.contiguous()).numpy().data

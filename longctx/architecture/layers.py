@@ -1,6 +1,6 @@
-"""``LayerSpec``: the components of a layer, as a value. Code that depends on a layer's kind reads its spec.
+"""``LayerSpec``: a layer's components as a value. Code that depends on a layer's kind reads its spec.
 
-Properties of the full model, such as latents or the kind of its positions, are fields of the config.
+Model-wide properties, such as latents or the position kind, are config fields.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from longctx.architecture.rope import Rope
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer: its token mixer, its per-token FFN, and its rotary positions."""
+    """A layer's token mixer, per-token FFN and rotary positions."""
 
     mixer: Mixer
     ffn: Literal["dense", "experts"]
     rope: Rope | None
-    """None if its queries and keys are not rotated."""
+    """Rotation for queries and keys; None if they are not rotated."""
     rotary_size: int
-    """Channels of a head that are; 0 without a rope."""
+    """Rotated channels per head; 0 without rotation."""
     norm_order: str
-    """Of the config, but for the value that depends on the layer: never hybrid."""
+    """The config's norm order, with hybrid resolved for this layer."""
 
 
 @lru_cache(maxsize=64)
 def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
-    """Return the layers of a model from first to last, followed by those for multi-token prediction."""
+    """Return the model's layers in order, then its multi-token prediction blocks."""
     specs = []
     for layer in range(config.depth):
         # The config's patterns repeat over the depth; a spec describes one layer.
@@ -44,6 +44,7 @@ def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
         rope, rotary_size, mixer = None, 0, _mixer(config, layer)
         if config.has_rope(layer):
             rope = config.rope_of(layer)
+            # Latent attention sets its rotary channels directly.
             rotary_size = config.rope_head_dim or rope.rotary_size(mixer.key_heads(config).head_dim)
         specs.append(LayerSpec(mixer, ffn, rope, rotary_size, _norm_order(config, mixer)))
     return tuple(specs)
@@ -51,9 +52,9 @@ def layer_specs(config: ModelFields) -> tuple[LayerSpec, ...]:
 
 @lru_cache(maxsize=64)
 def mixers_of(config: ModelFields) -> Mapping[Mixer, int]:
-    """Return the distinct mixers of a model, in layer order, with the number of layers that use each."""
+    """Return the model's distinct mixers in layer order, each with its layer count."""
     counts: dict[Mixer, int] = {}
-    # Not from ``layer_specs``: rules call this before rotary positions have been checked.
+    # Not from ``layer_specs``: rules call this before rotary positions are checked.
     for layer in range(config.depth):
         mixer = _mixer(config, layer)
         counts[mixer] = counts.get(mixer, 0) + 1
@@ -63,6 +64,7 @@ def mixers_of(config: ModelFields) -> Mapping[Mixer, int]:
 def _norm_order(config: ModelFields, mixer: Mixer) -> str:
     if config.norm_order != "hybrid":
         return config.norm_order
+    # OLMo Hybrid: pre-norm for recurrent layers, output norm for attention layers.
     if mixer.core == "gated_delta":
         return "pre"
     return "output"
@@ -73,5 +75,5 @@ def _mixer(config: ModelFields, layer: int) -> Mixer:
 
 
 def groups_of(heads: int, wanted: int) -> int:
-    """Return the number of groups for a layer's heads: the greatest common divisor of ``heads`` and ``wanted``."""
+    """Return the group count for a layer's heads: the greatest common divisor of ``heads`` and ``wanted``."""
     return math.gcd(heads, wanted)

@@ -1,4 +1,4 @@
-"""Rotary position frequencies, as trained and as stretched. No tensor library is imported.
+"""Rotary position frequencies, original and scaled. Imports no tensor library.
 
 ``longctx/model/rotary.py`` applies the rotation.
 """
@@ -28,57 +28,57 @@ _READ_BY = {
     "short_factor": ("longrope",),
     "long_factor": ("longrope",),
 }
-"""The kinds that a field changes; on any other it would be an option without effect."""
+"""Kinds that read each field; on any other kind the field would have no effect."""
 
 _AT_MOST = {"theta": 1e30, "factor": 1e9, "original_max_positions": 2**40}
 _AT_MOST |= dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), 1e9)
 _AT_MOST |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "query_growth"), 1e9)
-"""Far beyond any model, and low enough that no power of them overflows."""
+"""Upper bounds far above any model, low enough that no power overflows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary positions (arXiv 2104.09864): channel pair c of a token at position p is rotated by p · frequency(c).
+    """Rotary positions (arXiv 2104.09864): position p rotates channel pair c by p · frequency(c).
 
-    All kinds except ``default`` stretch a model trained on ``original_max_positions`` tokens. 0 means "not given".
+    All kinds except ``default`` extend a model trained on ``original_max_positions`` tokens. 0 means unset.
     """
 
     theta: float = 10_000.0
-    """Base of the frequencies theta^(-2c / rotary size)."""
+    """Base for the frequencies theta^(-2c / rotary size)."""
     kind: str = "default"
-    """default; linear (position interpolation, arXiv 2306.15595); ntk (theta grows once for all lengths) and dynamic
-    (theta grows with the sequence); yarn (arXiv 2309.00071); longrope (arXiv 2402.13753); llama3 (Llama 3.1);
-    proportional (linear, and the share that is not rotary are the slowest pairs of the whole head: Gemma 4)."""
+    """Frequency scaling: default; linear (position interpolation, arXiv 2306.15595); ntk (theta grows once for all
+    lengths) and dynamic (theta grows with the sequence); yarn (arXiv 2309.00071); longrope (arXiv 2402.13753); llama3
+    (Llama 3.1); proportional (linear over the full head, whose slowest pairs stay unrotated: Gemma 4)."""
     factor: float = 1.0
-    """How many times longer sequences become."""
+    """Context extension factor: how many times longer sequences become."""
     original_max_positions: int = 0
-    """Length the frequencies were trained for; dynamic, yarn, longrope and llama3 need it."""
+    """Context length in training, in tokens; required for dynamic, yarn, longrope and llama3."""
     partial: float = 1.0
-    """Share of a head's channels that is rotary; the others carry no position."""
+    """Fraction of each head's channels that is rotary; the others carry no position."""
     interleaved: bool = False
-    """Whether channels 2c and 2c + 1 are a pair (DeepSeek), and not c and c + half (Llama)."""
+    """Pair channels 2c and 2c + 1 (DeepSeek) instead of c and c + half (Llama)."""
     attention_factor: float = 0.0
-    """Factor on cosines and sines of yarn and longrope; 0 takes the kind's own rule."""
+    """Factor on cosines and sines for yarn and longrope; 0 uses the kind's own rule."""
     beta_fast: float = 32.0
-    """yarn: pairs with more rotations than this in the original length keep their frequency."""
+    """yarn: pairs with more rotations than this within the original length keep their frequency."""
     beta_slow: float = 1.0
-    """yarn: pairs with fewer rotations than this are divided by factor."""
+    """yarn: pairs with fewer rotations than this have their frequency divided by factor."""
     mscale: float = 0.0
-    """yarn: weight of log(factor) in the attention factor (DeepSeek)."""
+    """yarn: weight for log(factor) in the attention factor (DeepSeek)."""
     mscale_all_dim: float = 0.0
-    """yarn: the same for the part that scales whole scores and not only rotated channels (DeepSeek)."""
+    """yarn: the same for the part that scales full scores, not only rotated channels (DeepSeek)."""
     truncate: bool = True
-    """yarn: whether the bounds between kept and divided pairs are whole pairs."""
+    """yarn: round the bounds between kept and divided pairs to integers."""
     query_growth: float = 0.0
-    """Queries grow with 1 + query_growth · ln(1 + ⌊position / original_max_positions⌋) (Ministral 3); 0 is none."""
+    """Scale queries by 1 + query_growth · ln(1 + ⌊position / original_max_positions⌋) (Ministral 3); 0 disables it."""
     low_freq_factor: float = 1.0
-    """llama3: wavelengths above original_max_positions over this are divided by factor."""
+    """llama3: wavelengths above original_max_positions over this have their frequency divided by factor."""
     high_freq_factor: float = 4.0
-    """llama3: wavelengths below original_max_positions over this stay."""
+    """llama3: wavelengths below original_max_positions over this keep their frequency."""
     short_factor: tuple[float, ...] = ()
-    """longrope: divisor of each pair's frequency up to the original length."""
+    """longrope: frequency divisor per channel pair, up to the original length."""
     long_factor: tuple[float, ...] = ()
-    """longrope: the same beyond it."""
+    """longrope: frequency divisor per channel pair, beyond the original length."""
 
     def __post_init__(self) -> None:
         check_types(self, "model.rope")
@@ -90,8 +90,8 @@ class Rope:
             _check_yarn(self)
 
     def check_size(self, rotary_size: int) -> None:
-        """Raise ConfigError unless heads can have ``rotary_size`` rotary channels of this rope."""
-        # Channels are rotated in pairs.
+        """Raise ConfigError unless a head can have ``rotary_size`` rotary channels."""
+        # Rotation acts on channel pairs.
         if rotary_size < 2 or rotary_size % 2:
             raise ConfigError(
                 f"model.rope has {rotary_size} rotary channels in each head; it must be an even number of at least 2. "
@@ -107,35 +107,36 @@ class Rope:
 
     @property
     def is_whole(self) -> bool:
-        """True if all channels of a head have an angle."""
+        """True if every channel in a head has an angle."""
         return self.kind == "proportional" or self.partial == 1
 
     def rotary_size(self, head_dim: int) -> int:
-        """Return the number of channels per head that have an angle, including angles that are 0."""
+        """Return rotary channels per head, including those with angle 0."""
         if self.kind == "proportional":
             return head_dim
         return int(head_dim * self.partial)
 
     @property
     def depends_on_length(self) -> bool:
-        """True if frequencies change with the length of the sequence."""
+        """True if frequencies change with sequence length."""
         return self.kind in ("dynamic", "longrope")
 
     def frequencies(self, rotary_size: int, length: int = 0) -> list[float]:
-        """Return the radians per token for each of the ``rotary_size / 2`` channel pairs.
+        """Return radians per token for each of the ``rotary_size / 2`` channel pairs.
 
-        ``length`` is that of the longest full document, over all ranks; only dynamic and longrope read it.
+        ``length`` is the longest full document over all ranks; only dynamic and longrope read it.
         """
         base = [self._theta(rotary_size, length) ** (-2 * c / rotary_size) for c in range(rotary_size // 2)]
         if self.kind == "linear":
             return [f / self.factor for f in base]
         if self.kind == "proportional":
+            # The slowest pairs, beyond the rotary share, have frequency 0.
             rotating = int(self.partial * rotary_size // 2)
             return [f / self.factor * (c < rotating) for c, f in enumerate(base)]
         if self.kind == "yarn":
             return _yarn_frequencies(self, base, rotary_size)
         if self.kind == "longrope":
-            # All positions of a batch use one table, as in transformers: a long document changes short ones too.
+            # One table serves the full batch, as in transformers: one long document changes short ones too.
             divisors = self.short_factor
             if length > self.original_max_positions:
                 divisors = self.long_factor
@@ -145,11 +146,11 @@ class Rope:
         return base
 
     def scale(self) -> float:
-        """Return the factor on cosines and sines; squared, it scales the rotated channels' part of every score."""
+        """Return the factor on cosines and sines; its square scales the rotated channels' share in every score."""
         if self.attention_factor:
             return self.attention_factor
         if self.kind == "yarn":
-            # DeepSeek splits the factor: one part scales rotated channels, the other the full scores (``score_scale``).
+            # DeepSeek splits the factor: one part scales rotated channels, the other full scores (``score_scale``).
             if self.mscale and self.mscale_all_dim:
                 return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
             return _mscale(self.factor, 1.0)
@@ -158,22 +159,25 @@ class Rope:
         return 1.0
 
     def score_scale(self) -> float:
-        """Return the factor on full scores: DeepSeek's ``mscale_all_dim``, squared; 1 for other models."""
+        """Return the factor on full scores: DeepSeek's ``mscale_all_dim`` scale, squared; 1 for other models."""
         if self.kind != "yarn" or not self.mscale_all_dim:
             return 1.0
         return _mscale(self.factor, self.mscale_all_dim) ** 2
 
     def _theta(self, rotary_size: int, length: int) -> float:
-        """Return the base, increased so that the slowest pair rotates ``factor`` times slower (NTK-aware scaling)."""
+        """Return the base, raised so that the slowest pair rotates ``factor`` times slower (NTK-aware scaling)."""
         if self.kind == "ntk":
             growth = self.factor
         elif self.kind == "dynamic":
+            # Dynamic NTK: growth is 1 up to the original length, and increases with the length beyond it.
             growth = self.factor * max(length / self.original_max_positions, 1) - (self.factor - 1)
         else:
             return self.theta
         # A single pair has frequency 1 for every base, and the exponent below would divide by 0.
         if rotary_size <= 2:
             return self.theta
+        # With d = rotary_size, the slowest pair has frequency theta^(-(d - 2)/d), so growth^(d/(d - 2)) divides it by
+        # growth.
         return self.theta * growth ** (rotary_size / (rotary_size - 2))
 
 
@@ -181,7 +185,7 @@ _DEFAULTS = {f.name: f.default for f in fields(Rope)}
 
 
 def _check_kind(rope: Rope) -> None:
-    """Raise ConfigError for a field that the kind does not read, and for one that it lacks."""
+    """Raise ConfigError for fields that the kind ignores, and for missing fields that it needs."""
     # An option without effect is an error: the model would differ from the intended one.
     for name, kinds in _READ_BY.items():
         value = getattr(rope, name)
@@ -208,7 +212,7 @@ def _check_kind(rope: Rope) -> None:
 
 
 def _check_numbers(rope: Rope) -> None:
-    """Raise ConfigError for a number out of range, for any kind."""
+    """Raise ConfigError for numbers out of range, for any kind."""
     if not 1 < rope.theta < math.inf:
         raise ConfigError(f"model.rope.theta={rope.theta} must be a number above 1, such as 10000.")
     if not 1 <= rope.factor < math.inf:
@@ -251,15 +255,16 @@ def _yarn_frequencies(rope: Rope, base: list[float], rotary_size: int) -> list[f
 
     def pair_of(rotations: float) -> float:
         """Return the (fractional) pair that completes ``rotations`` rotations in the original length."""
+        # Solve rotations · 2π = original length · theta^(-2c / rotary_size) for c.
         wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
         return rotary_size * math.log(wavelength) / (2 * math.log(rope.theta))
 
-    # Pairs below ``low`` rotate often enough to have seen every angle in training; those above ``high`` do not.
+    # Pairs below ``low`` rotate often enough to see every angle in training; those above ``high`` do not.
     low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_size - 1)
-    # As in transformers, if both bounds are one pair.
+    # As in transformers: avoid a zero width if both bounds coincide.
     width = high - low or 0.001
     divided = [min(max((c - low) / width, 0.0), 1.0) for c in range(len(base))]
     return [f * (1 - share) + f / rope.factor * share for f, share in zip(base, divided, strict=True)]
@@ -277,7 +282,7 @@ def _llama3_frequency(rope: Rope, frequency: float) -> float:
 
 
 def _mscale(factor: float, weight: float) -> float:
-    """Return YaRN's attention scale for a factor: 0.1 · weight · ln(factor) + 1."""
+    """Return YaRN's attention scale: 0.1 · weight · ln(factor) + 1."""
     if factor <= 1:
         return 1.0
     return 0.1 * weight * math.log(factor) + 1.0

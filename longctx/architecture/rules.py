@@ -1,4 +1,4 @@
-"""Rules between the fields of a ``ModelFields``. Each message names the value, the rule and the nearest valid value."""
+"""Cross-field rules for ``ModelFields``. Each message names the value, the rule and the nearest valid value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "balance_scope": ("sequence", "micro_batch", "global_batch"),
     "pair_head": ("none", "nsp", "sop"),
 }
-"""The values that a field of text may have."""
+"""Allowed values per text field."""
 
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_oai")
 """Activations that multiply two projections."""
@@ -73,7 +73,7 @@ _NOT_NEGATIVE = (
 )
 
 MOST_LAYERS = 4096
-"""Also the most that is read of any list with an entry a layer."""
+"""Layer limit, also for lists with one entry per layer."""
 AT_MOST = {
     "num_layers": MOST_LAYERS,
     "encoder_layers": MOST_LAYERS,
@@ -110,14 +110,15 @@ AT_MOST = {
     "relative_buckets": 2**20,
     "relative_max_distance": 2**40,
 }
-"""Far beyond any model, and low enough that no product of them overflows and no loop over one takes long."""
+"""Upper bounds far above any model, low enough that no product overflows and no loop over one takes long."""
 
 
 def check_model(config: ModelFields) -> None:
-    """Raise ConfigError for the first rule that is violated."""
+    """Raise ConfigError for the first violated rule."""
     # Types and ranges first: the later rules compare and divide.
     check_types(config, "model")
     _check_numbers(config)
+    # Values that later rules compare with.
     for name, choices in CHOICES.items():
         if getattr(config, name) not in choices:
             raise ConfigError(f"model.{name}={shown(getattr(config, name))} is unknown. Try one of {list(choices)}.")
@@ -137,7 +138,7 @@ def check_model(config: ModelFields) -> None:
 
 
 def _check_mtp(config: ModelFields) -> None:
-    """Raise ConfigError if blocks for multi-token prediction cannot read the model's embeddings or residual stream.
+    """Raise ConfigError if multi-token prediction blocks cannot read the model's embeddings or residual stream.
 
     The blocks read the token embedding table, and hidden states after the last norm.
     """
@@ -189,6 +190,7 @@ def _check_encoder(config: ModelFields) -> None:
         )
     for name in ("layers", "rope_layers"):
         count = len(getattr(config, name))
+        # Patterns repeat over both stacks, so they must fit into the shallower one.
         if count > config.encoder_layers:
             raise ConfigError(
                 f"model.{name} names {count} layers, and the encoder has model.encoder_layers={config.encoder_layers}; "
@@ -199,7 +201,7 @@ def _check_encoder(config: ModelFields) -> None:
 
 
 def _check_numbers(config: ModelFields) -> None:
-    """Raise ConfigError for a number out of range, independent of the other fields."""
+    """Raise ConfigError for numbers out of range, and for a norm offset without effect."""
     for name in _AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ConfigError(f"model.{name}={getattr(config, name)} must be at least 1.")
@@ -233,7 +235,7 @@ def _check_heads(config: ModelFields) -> None:
 
 
 def _check_layers(config: ModelFields) -> None:
-    """Raise ConfigError for unknown kinds of layers, and for a window or stride that no layer reads."""
+    """Raise ConfigError for unknown layer kinds, and for a window or stride that no layer reads."""
     if not config.layers or not set(config.layers) <= set(MIXERS):
         raise ConfigError(
             f"model.layers={shown(list(config.layers))} must name one or more of {list(MIXERS)}, on a command line "
@@ -241,6 +243,7 @@ def _check_layers(config: ModelFields) -> None:
         )
     for name in ("layers", "rope_layers"):
         count = len(getattr(config, name))
+        # A longer pattern would describe layers that do not exist.
         if not 1 <= count <= config.num_layers:
             raise ConfigError(
                 f"model.{name} names {count} layers; with model.num_layers={config.num_layers} it must name 1 to "
@@ -262,7 +265,7 @@ def _check_layers(config: ModelFields) -> None:
 
 
 def _check_shared(config: ModelFields) -> None:
-    """Raise ConfigError unless all layers can be one block."""
+    """Raise ConfigError unless one block can serve as every layer."""
     if len(set(config.layers)) > 1 or len(set(config.rope_layers)) > 1:
         raise ConfigError(
             f"model.shared_layers=true makes all layers one block, and model.layers={list(config.layers)}, "
@@ -276,12 +279,12 @@ def _check_shared(config: ModelFields) -> None:
 
 
 def is_read(config: ModelFields, field: str) -> bool:
-    """Return whether a layer of the config reads this field of ``READS``."""
+    """Return True if a layer in the config reads this field from ``READS``."""
     return any(field in READS.get(kind, ()) for kind in config.layers)
 
 
 def _check_mixers(config: ModelFields) -> None:
-    """Raise ConfigError for fields that a mixer of the model does not support, or that none reads."""
+    """Raise ConfigError for fields that a mixer in the model does not support, or that no mixer reads."""
     if not config.is_latent:
         for name in ("q_lora_rank", "rope_head_dim", "value_head_dim"):
             if getattr(config, name):
@@ -289,7 +292,7 @@ def _check_mixers(config: ModelFields) -> None:
                     f"model.{name}={getattr(config, name)} belongs to latent attention; set model.kv_lora_rank too, or "
                     f"model.{name}=0."
                 )
-    # Sizes for kinds of layers that the model does not have.
+    # Sizes for layer kinds that the model does not have.
     for owners, group in (("gated_delta, kda and mamba2", DeltaFields), ("global", GlobalFields)):
         for field in fields(group):
             value = getattr(config, field.name)
@@ -310,12 +313,13 @@ def _check_mixers(config: ModelFields) -> None:
             "model.v_norm=true norms the values of softmax and linear layers; latent attention, encoders beside a "
             f"decoder and model.layers={list(config.layers)} have none. Set false."
         )
+    # One kind alone would make hybrid the same as pre or output.
     if config.norm_order == "hybrid" and len({mixer.core == "gated_delta" for mixer in mixers}) == 1:
         raise ConfigError(
             f"model.norm_order='hybrid' tells gated_delta and kda layers from others; model.layers="
             f"{list(config.layers)} has one sort alone. Use 'pre' or 'output'."
         )
-    # What changes scores, where there are none. Cross attention of an encoder's decoder has some.
+    # Score modifiers need scores. An encoder-decoder has some in its cross attention.
     if not config.encoder_layers and not any(mixer.has_scores or mixer.core == "linear" for mixer in mixers):
         for name, unused in (("attention_softcap", 0), ("sinks", False), ("qk_norm", "none")):
             if getattr(config, name) != unused:
@@ -328,12 +332,12 @@ def _check_mixers(config: ModelFields) -> None:
 
 
 def _check_positions(config: ModelFields) -> None:
-    """Raise ConfigError for invalid rotary positions, and for rotary fields if positions are of another kind."""
+    """Raise ConfigError for invalid rotary positions, and for rotary fields with other position kinds."""
     if config.position == "rope":
         config.rope.check_size(config.rotary_size)
     else:
         # An option without effect is an error, not ignored silently: the model would differ from the intended one.
-        # Compared with defaults, because a config file may name them all.
+        # Values are compared with defaults, because a config file may list all fields.
         defaults = {"rope": type(config.rope)(), "rope_layers": (True,), "local_rope_theta": 0}
         for name, value in defaults.items():
             if getattr(config, name) != value:
@@ -355,8 +359,8 @@ def _check_positions(config: ModelFields) -> None:
 
 
 def _check_biases(config: ModelFields) -> None:
-    """Raise ConfigError for invalid fields of the other kinds of positions."""
-    # Added sinusoids have the width of the embedding tables, those of distances the width of the model.
+    """Raise ConfigError for invalid fields in other position kinds."""
+    # Added sinusoids have the embedding tables' width, sinusoidal distances the model's width.
     name, width = "hidden_size", config.hidden_size
     if config.position != "relative" and config.embedding_size:
         name, width = "embedding_size", config.embedding_size
@@ -368,7 +372,7 @@ def _check_biases(config: ModelFields) -> None:
     if config.position != "t5":
         return
     buckets, farthest = config.relative_buckets, config.relative_max_distance
-    # Each side has its own buckets. Half of them hold one distance each; the others grow logarithmically up to the
+    # Each direction has its own buckets. Half hold one distance each; the others grow logarithmically up to the
     # farthest distance.
     sides = 1 if config.causal else 2
     if buckets < 2 * sides or buckets % sides:
@@ -391,6 +395,7 @@ def _check_ends(config: ModelFields) -> None:
             f"model.position_offset={config.position_offset} is a row of a table of learned positions, and "
             f"model.position is {config.position!r}. Set model.position_offset=0, or model.position='learned'."
         )
+    # The head transform maps hidden_size back to the embedding table's width.
     if config.embedding_size and not config.head_transform:
         raise ConfigError(
             f"model.embedding_size={config.embedding_size} is also the width that the output head reads, to which "
@@ -433,7 +438,7 @@ def _check_ffn(config: ModelFields) -> None:
 
 
 def _check_experts(config: ModelFields) -> None:
-    """Raise ConfigError for an impossible choice of experts, and for options without effect on it."""
+    """Raise ConfigError for an impossible expert selection, and for options without effect on it."""
     E, groups, most = config.num_experts, config.expert_groups, config.groups_per_token
     if config.activation not in GATED:
         raise ConfigError(f"model.activation={config.activation!r} is not gated; experts take one of {list(GATED)}.")
@@ -442,7 +447,7 @@ def _check_experts(config: ModelFields) -> None:
         raise ConfigError(f"model.expert_groups={groups} does not divide model.num_experts={E}. Try one of {divisors}.")
     if most > groups:
         raise ConfigError(f"model.groups_per_token={most} is more than model.expert_groups={groups}. Try {groups}.")
-    # A token chooses only among the experts of its best groups.
+    # A token selects only among the experts in its best groups.
     reachable = E // groups * most
     if not 1 <= config.experts_per_token <= reachable:
         where = f"the {reachable} experts of {most} of {groups} groups"
@@ -452,6 +457,7 @@ def _check_experts(config: ModelFields) -> None:
             f"model.experts_per_token={config.experts_per_token} must lie between 1 and {where}.\n"
             f"Try --model.experts_per_token {min(max(1, config.experts_per_token), reachable)}."
         )
+    # A group's score is the sum over its best two experts.
     if config.selection_bias and groups > 1 and E // groups < 2:
         raise ConfigError(
             f"model.expert_groups={groups} leaves groups of one expert, and with model.selection_bias their best two "

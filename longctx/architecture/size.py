@@ -1,4 +1,4 @@
-"""Parameter counts of a model, by arithmetic alone: nothing is allocated, at any size.
+"""Parameter counts by arithmetic, without allocating tensors.
 
 Axes: M model width, H query heads, K key/value heads, D query/key head size, V value head size, F FFN width, E experts.
 """
@@ -15,7 +15,7 @@ from longctx.architecture.mixers.softmax import Softmax, sinks
 from longctx.architecture.rules import GATED
 
 CROSS = Softmax(causal=False)
-"""Projections of cross attention are those of softmax attention."""
+"""Cross attention uses softmax attention's projections."""
 
 COMPONENTS = (
     "embedding",
@@ -29,27 +29,28 @@ COMPONENTS = (
     "norms",
     "head",
 )
-"""What parameters are counted by. ``positions`` are tables of positions and Transformer-XL's relative weights, ``mtp``
-the projections before the blocks for multi-token prediction."""
+"""Keys in parameter counts. ``positions``: position tables and Transformer-XL's relative weights; ``mtp``: input
+projections in multi-token prediction blocks."""
 
 
 def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, int]:
-    """Return the number of parameters by component; the values add up to the decoder's total, a tied head counting 0.
+    """Count parameters by component; the values add up to the model's total, a tied head counting 0.
 
-    With ``active``, routed experts count only the ``experts_per_token`` that one token is routed to, like the "A3B" of
-    Qwen3-30B-A3B. The router's selection bias is not a parameter: it is updated by a rule instead of gradients.
+    With ``active``, routed experts count only the ``experts_per_token`` that one token uses, like the "A3B" in
+    Qwen3-30B-A3B. The router's selection bias is excluded: a rule updates it instead of gradients.
     """
     vectors = _sum(config, _block_vectors)
-    # With norms after each sum, the last block already ends in one.
+    # A post-norm block ends in a norm, so the stack needs no final one.
     if config.norm_order != "post":
         vectors["norms"] += norm_size(config, config.hidden_size)
-    # Norms of such a block's two inputs, and after it.
+    # An MTP block norms both its inputs and its output.
     vectors["norms"] += 3 * config.mtp_layers * norm_size(config, config.hidden_size)
     vectors["positions"] += _position_table(config)
     _add_front(config, vectors)
     _add_head(config, vectors)
     if config.encoder_layers:
         vectors.update(_encoder_vectors(encoder_of(config)))
+    # Adding Counters drops zeros; the last line restores them.
     counts = Counter(count_matrices(config)) + vectors
     if active:
         counts["routed_experts"] = _active(config, counts["routed_experts"])
@@ -57,21 +58,22 @@ def count_parameters(config: ModelFields, *, active: bool = False) -> dict[str, 
 
 
 def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = False) -> dict[str, int]:
-    """Return the number of matrix weights by component: no norms, biases, sinks or position tables (lookups).
+    """Count matrix weights by component, without norms, biases, sinks and position tables (lookups).
 
-    GPT-3's "175 billion" is their sum. ``active`` as in ``count_parameters``; with ``uses``, shared layers count once
+    Their sum is GPT-3's "175 billion". ``active`` as in ``count_parameters``; with ``uses``, shared layers count once
     per layer.
     """
     counts = _sum(config, _block_matrices, uses=uses)
     if config.encoder_layers:
         counts.update(_sum(encoder_of(config), _block_matrices))
     E = config.embedding_dim
+    # An MTP block projects [hidden state, next token's embedding] from 2·M to M.
     counts["mtp"] = 2 * config.mtp_layers * config.hidden_size**2
     counts["embedding"] = config.vocab_size * E
     if not config.tie_embeddings:
         counts["head"] = counts["embedding"]
     if config.embedding_size:
-        # The encoder has its own projection.
+        # The encoder has its own projection from E to M.
         counts["embedding"] += E * config.hidden_size * (2 if config.encoder_layers else 1)
     if config.head_transform:
         counts["head"] += config.hidden_size * E
@@ -83,24 +85,26 @@ def count_matrices(config: ModelFields, *, active: bool = False, uses: bool = Fa
 
 
 def pair_head_size(config: ModelFields) -> int:
-    """Return the number of weights in the pair head's matrices, which are applied only to a document's first token."""
+    """Count the pair head's matrix weights, which apply only to a document's first token."""
+    # BERT's pooler (M × M), then two logits.
     return config.hidden_size * (config.hidden_size + 2)
 
 
 def _active(config: ModelFields, routed: int) -> int:
-    """Return the part of all routed experts' parameters that belongs to the experts of one token."""
+    """Return the routed experts' parameters that one token uses."""
     if not config.num_experts:
         return 0
-    # Exact: all experts of all layers have the same size.
+    # Exact: routed experts have the same size in all layers.
     return routed // config.num_experts * config.experts_per_token
 
 
 def _sum(
     config: ModelFields, of_block: Callable[[ModelFields, int], dict[str, int]], *, uses: bool = False
 ) -> Counter[str]:
-    """Return parameters by component over all blocks; shared ones count once, or with ``uses`` once per use."""
+    """Sum parameters by component over all blocks; shared ones count once, or with ``uses`` once per use."""
     total: Counter[str] = Counter()
     for layer in range(config.depth):
+        # Shared layers are one block, which layer 0 has counted.
         if layer and config.shared_layers and not uses:
             break
         total.update(of_block(config, layer))
@@ -108,7 +112,7 @@ def _sum(
 
 
 def _position_table(config: ModelFields) -> int:
-    """Return the number of parameters in the one table of positions that all layers read."""
+    """Count parameters in the position table that all layers read."""
     if config.position == "learned":
         return (config.max_positions + config.position_offset) * config.embedding_dim
     if config.position == "t5":
@@ -117,7 +121,7 @@ def _position_table(config: ModelFields) -> int:
 
 
 def _encoder_vectors(encoder: ModelFields) -> Counter[str]:
-    """Return the number of an encoder's parameters, without its matrices."""
+    """Count an encoder's parameters, without matrices."""
     vectors = _sum(encoder, _block_vectors)
     if encoder.norm_order != "post":
         vectors["norms"] += norm_size(encoder, encoder.hidden_size)
@@ -137,7 +141,7 @@ def _add_front(config: ModelFields, counts: Counter[str]) -> None:
 
 
 def _add_head(config: ModelFields, counts: Counter[str]) -> None:
-    """Add the parameters of the head, without matrices."""
+    """Add the head's parameters, without matrices."""
     E = config.embedding_dim
     if config.head_transform:
         counts["head"] += E
@@ -149,10 +153,10 @@ def _add_head(config: ModelFields, counts: Counter[str]) -> None:
 
 
 def widest_ffn(config: ModelFields) -> int:
-    """Return the number of inner values per token in the widest FFN: experts and the dense FFN, if present."""
+    """Return the widest FFN's inner values per token, over experts and the dense FFN."""
     if not config.num_experts:
         return config.ffn_size
-    # All experts of a token are computed together.
+    # A token's experts run together, so their widths add up.
     widths = [config.experts_per_token * config.expert_ffn_size, config.shared_ffn_size]
     if config.dense_layers:
         widths.append(config.ffn_size)
@@ -160,41 +164,42 @@ def widest_ffn(config: ModelFields) -> int:
 
 
 def _block_matrices(config: ModelFields, layer: int) -> dict[str, int]:
-    """Return the number of matrix weights in one layer."""
+    """Count one layer's matrix weights."""
     counts, _ = _ffn(config, layer)
     counts["attention"] = layer_specs(config)[layer].mixer.matrices(config)
     if config.encoder_layers:
         counts["attention"] += CROSS.matrices(config)
     if config.position == "relative":
-        # Transformer-XL projects the sinusoids of distances for each head.
+        # Transformer-XL projects sinusoidal distances for each head.
         counts["positions"] = config.num_heads * config.head_dim * config.hidden_size
     return counts
 
 
 def _block_vectors(config: ModelFields, layer: int) -> dict[str, int]:
-    """Return the number of weights in one layer's biases, sinks, norms and position vectors."""
+    """Count one layer's biases, sinks, norms and position vectors."""
     _, counts = _ffn(config, layer)
-    # Norms around attention and FFN, and inside attention.
+    # Norms around attention and FFN; the mixer counts those inside attention.
     num_norms = 4 if config.norm_order == "sandwich" else 2
     mixer = layer_specs(config)[layer].mixer
     counts["norms"] = num_norms * norm_size(config, config.hidden_size) + mixer.norms(config)
     counts["attention"] = mixer.vectors(config)
     if config.encoder_layers:
         counts["norms"] += norm_size(config, config.hidden_size) + CROSS.norms(config)
+        # Cross attention has no sinks: its softmax covers encoder tokens only.
         counts["attention"] += CROSS.vectors(config) - sinks(config)
     if config.position == "relative":
-        # Transformer-XL's u and v.
+        # Transformer-XL's u and v, added to queries for content and distance scores.
         counts["positions"] = 2 * config.num_heads * config.head_dim
     return counts
 
 
 def _ffn(config: ModelFields, layer: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return matrix weights and biases of a layer's dense FFN, or of its router and experts.
+    """Return matrix weights and biases for a layer's dense FFN, or for its router and experts.
 
     The shared expert has no bias.
     """
     M, E = config.hidden_size, config.num_experts
-    # Up; a gated activation has a gate projection too. Then down.
+    # Up and down projections; a gated activation adds a gate projection.
     inner = 2 if config.activation in GATED else 1
     projections = inner + 1
     if not config.has_experts(layer):
@@ -202,6 +207,7 @@ def _ffn(config: ModelFields, layer: int) -> tuple[dict[str, int], dict[str, int
         return {"dense_ffn": projections * M * config.ffn_size}, {"dense_ffn": biases}
     shared = projections * M * config.shared_ffn_size
     if config.shared_ffn_size and config.shared_gate:
+        # One gate logit per token.
         shared += M
     routed = E * projections * M * config.expert_ffn_size
     routed_biases = E * (inner * config.expert_ffn_size + M) * config.expert_bias

@@ -1,4 +1,4 @@
-"""Type checks: every field of a dataclass must match its annotation."""
+"""Type validation: every dataclass field must match its annotation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _KINDS_OF_VALUE = {int: "a whole number", float: "a number", bool: "true or fals
 
 
 def check_types(config: Any, where: str) -> None:
-    """Raise ConfigError unless every field of a dataclass matches its annotation; an integer is valid for a float.
+    """Raise ConfigError unless every dataclass field matches its annotation; an integer is valid for a float.
 
-    ``where`` is the dotted path of the section, for the message. ``true`` is not a number, and ``4096.0`` is not an
-    integer.
+    Messages start with the section's dotted path. ``true`` is not a number, and ``4096.0`` is not an integer.
     """
     for name, (kind, is_tuple) in _field_types(type(config)).items():
         value = getattr(config, name)
@@ -34,10 +33,10 @@ def check_types(config: Any, where: str) -> None:
 
 @cache
 def _field_types(cls: type) -> dict[str, tuple[type, bool]]:
-    """Return each field's type, or the type of its entries if it is a tuple."""
+    """Return each field's type; for a tuple, its entries' type."""
     types: dict[str, tuple[type, bool]] = {}
     for name, hint in get_type_hints(cls).items():
-        # The first argument of ``tuple[int, ...]`` is the type of the entries; plain types have no arguments.
+        # ``tuple[int, ...]`` has the entry type as its first argument; plain types have no arguments.
         entries = get_args(hint)
         if entries:
             types[name] = entries[0], True
@@ -47,11 +46,11 @@ def _field_types(cls: type) -> dict[str, tuple[type, bool]]:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """Return whether a value is of a type; a bool is not a number, and an integer is a valid float."""
-    # First, because in Python a bool is an int.
+    """Return True if a value has this type; a bool is not a number, and an integer is a valid float."""
+    # First, because bool is a subclass of int.
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     if kind is float:
-        # Python integers are unbounded, but floats are not, and all arithmetic with the value converts it to one.
+        # Python integers are unbounded; later arithmetic converts the value to a float, which overflows.
         return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
     return isinstance(value, kind)

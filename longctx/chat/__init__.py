@@ -1,1 +1,1 @@
-"""Conversations: messages rendered by a model's chat template, their token ids, and which of these ids count."""
+"""Conversations: messages rendered by a model's chat template, their token ids and loss mask."""

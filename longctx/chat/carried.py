@@ -1,4 +1,4 @@
-"""Chat files of a tuned model: the chat template used in training, and the ids that end a reply."""
+"""Chat files for a tuned model: the chat template used in training, and the ids that end a reply."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ENDS, _SPLITS = "eos_token_id", "split_special_tokens"
 
 
 def with_chat(tokenizer: Tokenizer, rule: ChatRule, say: Callable[[str], None] = logger.info) -> Tokenizer:
-    """Return the tokenizer with the rule's template among its files, and with the ids that end a reply.
+    """Return the tokenizer with the rule's template in its files, and with the ids that end a reply.
 
-    ``say`` is called with a message if the template does not end a reply with a control token.
+    ``say`` receives a warning if the template does not end replies with a control token.
 
-    A program that generates stops at ``eos_token_id`` of generation_config.json: without the template's own end of turn
-    there, a tuned model would continue and ask itself the next question.
+    Generation stops at ``eos_token_id`` in generation_config.json: without the template's own turn end there, a tuned
+    model would continue and ask itself the next question.
     """
     changed = copy.copy(tokenizer)
     changed.files = _reading(tokenizer.files, tokenizer.path)
@@ -41,20 +41,21 @@ def with_chat(tokenizer: Tokenizer, rule: ChatRule, say: Callable[[str], None] =
         encoder.close()
     if not ends:
         say("the chat template ends no reply with a control token: what counts does not teach a model where to stop")
-    # If a tokenizer had no end id, one that ends a reply would become its end, also of plain texts, which changes their
-    # ids.
+    # Without an end id, the tokenizer must stay so: an id that ends replies would also end plain texts, which changes
+    # their ids.
     if tokenizer.special.end is None:
         return changed
-    # The first one stays first: it is the id that follows a document of text.
+    # The first id stays first: it follows a plain text document.
     stops = dict.fromkeys(list(tokenizer.special.stops) + sorted(ends))
     changed.files = _ending(changed.files, list(stops), tokenizer.path)
     return changed
 
 
 def _texts(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, str]:
-    """Return the rule's templates by name. They begin with its options as defaults that a caller may override.
+    """Return the rule's templates by name, each starting with the rule's options as defaults that a caller may
+    override.
 
-    Special tokens are set without such a check: a program gives each template those of the tokenizer.
+    Special tokens are set without such a check: every program passes the tokenizer's own.
     """
     texts = {DEFAULT: rule.template or ""}
     if rule.template is None:
@@ -66,7 +67,7 @@ def _texts(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, str]:
         if name not in own:
             given = f"{{% if {name} is not defined %}}{given}{{% endif %}}"
         defaults += given
-    # The line break after a tag is dropped: the template still begins on a new line.
+    # Jinja drops the line break after a tag, so the template still begins on a new line.
     begin = defaults and f"{defaults}\n"
     return {name: begin + text for name, text in texts.items()}
 
@@ -83,7 +84,7 @@ def _literal(value: Any) -> str:
 
 
 def _with_templates(files: Mapping[str, bytes], texts: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the files with these templates in place of all template files."""
+    """Return the files with these templates replacing all template files."""
     found = {name: content for name, content in files.items() if name != TEMPLATE_FILE and not is_template(name)}
     for name, text in texts.items():
         file = f"{TEMPLATES}.{name}.jinja"
@@ -94,14 +95,15 @@ def _with_templates(files: Mapping[str, bytes], texts: Mapping[str, str]) -> dic
 
 
 def tuned_files(own: Mapping[str, bytes], data: Mapping[str, bytes], path: Path) -> dict[str, bytes]:
-    """Return a model's ``own`` files, with the chat template and the reply ends of ``data``."""
+    """Return a model's ``own`` files, with the chat template and reply end ids from ``data``."""
     files = _with_templates(own, find_templates(data, path))
+    # The model's own ends come first: the first id also follows plain text documents.
     ends = _ends(own, path) + _ends(data, path)
     return _ending(_reading(files, path), list(dict.fromkeys(ends)), path)
 
 
 def _reading(files: Mapping[str, bytes], path: Path) -> dict[str, bytes]:
-    """Return the files with transformers set to read control tokens written by a template, not to split them."""
+    """Return the files with transformers set to read control tokens in rendered text instead of splitting them."""
     settings = read_object(files, TOKENIZER_CONFIG, path)
     if not settings.get(_SPLITS):
         return dict(files)
@@ -118,7 +120,7 @@ def _ends(files: Mapping[str, bytes], path: Path) -> list[int]:
 
 
 def _ending(files: Mapping[str, bytes], ends: list[int], path: Path) -> dict[str, bytes]:
-    """Return the files with these ids as the ends of generated text; unchanged if they are set already."""
+    """Return the files with these ids as generation ends; unchanged if they are set already."""
     settings = read_object(files, GENERATION_CONFIG, path)
     if not ends or _ends(files, path) == ends:
         return dict(files)

@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 ASSISTANT = "assistant"
 FIELDS = {"messages": ("messages",), "conversations": ("conversations",), "prompt": ("prompt", "completion")}
-"""Kinds of records that are conversations, and the fields that each needs."""
+"""Conversation record kinds, and the fields that each needs."""
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -28,11 +28,11 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-"""Names of roles under ``from``, as ShareGPT's and its heirs' files have them."""
+"""Role names under ``from``, as in ShareGPT files and formats derived from them."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning. Templates read the first one; gpt-oss's the second."""
+"""Keys for a message's reasoning. Templates read the first one; gpt-oss's reads the second."""
 _TURNS = re.compile(r"""\s*\[\s*\{[^{}\[\]]*"(role|from)"\s*:""")
-"""How JSON of a list of messages begins."""
+"""Start of a JSON list of messages."""
 _SAID = {"content", "value", "tool_calls"}
 _MOST_MESSAGES = 1 << 20
 MEDIA = ("image", "image_url", "video", "audio", "input_audio", "images", "videos", "audios")
@@ -48,27 +48,27 @@ class NoConversationError(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Input of a chat template."""
+    """Input for a chat template."""
 
     messages: tuple[Message, ...]
-    """Each with ``role``, and what else its record has; fields that are None are left out."""
+    """Each with ``role`` and the other fields in its record; fields that are None are left out."""
     tools: tuple[dict[str, Any], ...] = ()
-    """JSON schemas of the functions that the model may call."""
+    """JSON schemas for the functions that the model may call."""
     weights: tuple[bool, ...] = ()
-    """For each message whether its tokens may count: false where the record says ``weight: 0``."""
+    """True for each message with tokens that may count; False if the record has ``weight: 0``."""
 
     def part(self, turns: Iterable[int]) -> Conversation:
-        """Return a conversation of these messages."""
+        """Return a conversation with only these messages."""
         numbers = list(turns)
         messages = tuple(self.messages[turn] for turn in numbers)
         return Conversation(messages, self.tools, tuple(self.weights[turn] for turn in numbers))
 
 
 def kind_of(record: Mapping[str, Any]) -> str:
-    """Return the conversation field of a record: ``messages``, ``conversations`` or ``prompt``; "" if none."""
+    """Return a record's conversation field: ``messages``, ``conversations`` or ``prompt``; "" if it has none."""
     for kind in ("messages", "conversations"):
         value = record.get(kind)
-        # A table of strings holds lists as JSON. Any other text is not a conversation.
+        # A table of strings stores lists as JSON. Any other text is not a conversation.
         if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
             return kind
     if "prompt" in record and "completion" in record:
@@ -77,7 +77,7 @@ def kind_of(record: Mapping[str, Any]) -> str:
 
 
 def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
-    """Return the conversation of a record. Raise NoConversationError with the fault and its turn."""
+    """Read a record's conversation. Raise NoConversationError with the reason and its turn."""
     if kind == "prompt":
         turns = _turns(record, "prompt", "user") + _turns(record, "completion", ASSISTANT)
     else:
@@ -86,7 +86,7 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
         raise NoConversationError("it has no messages")
     if len(turns) > _MOST_MESSAGES:
         raise NoConversationError(f"it has {len(turns):,} messages, and {_MOST_MESSAGES:,} are read")
-    # A column of media may be empty, as for the text-only records of a data set with pictures.
+    # A media column may be empty, as in text-only records from a dataset with pictures.
     for name in MEDIA:
         if record.get(name):
             raise NoConversationError(f"it has {name!r}, which are not trained on")
@@ -96,7 +96,7 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
         message = _message(entry, turn)
         weights.append(_weight(message.pop("weight", 1), turn))
         messages.append(message)
-    # Last: the message that an error names is counted as in the record.
+    # Last, because error messages count turns as in the record.
     if system := _system(record, messages[0]):
         messages.insert(0, {"role": "system", "content": system})
         weights.insert(0, True)
@@ -104,9 +104,9 @@ def conversation_of(record: Mapping[str, Any], kind: str) -> Conversation:
 
 
 def spoken(conversation: Conversation) -> str:
-    """Return the text of a conversation as one string: each message's role on a line, followed by its content.
+    """Return a conversation as one string: each message's role on a line, followed by its content.
 
-    Reasoning, tools and their calls become lines of JSON with sorted keys, so that equal ones give equal text. Messages
+    Reasoning, tools and their calls become JSON lines with sorted keys, so that equal ones give equal text. Messages
     that do not count are included.
     """
     lines: list[str] = []
@@ -117,7 +117,7 @@ def spoken(conversation: Conversation) -> str:
             content = "".join(map(part_text, content))
         if content is not None:
             lines.append(content)
-        # JSON rather than plain text: these are not part of the spoken content.
+        # JSON instead of plain text: these are not spoken content.
         for name in ("reasoning_content", "tool_calls"):
             if name in message:
                 lines.append(json.dumps(message[name], ensure_ascii=False, sort_keys=True))
@@ -129,14 +129,14 @@ def spoken(conversation: Conversation) -> str:
 
 
 def part_text(part: Any) -> str:
-    """Return the text of one part of a message's content."""
+    """Return the text in one content part."""
     if isinstance(part, str):
         return part
     return part["text"]
 
 
 def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
-    """Return the messages of a field: a list of them, a text that is one message, or JSON of a list."""
+    """Return the messages in a field: a list, a text that is one message, or a JSON list."""
     value = record.get(field)
     if isinstance(value, str) and role and not _spells_turns(value, field):
         return [{"role": role, "content": value}]
@@ -148,7 +148,8 @@ def _turns(record: Mapping[str, Any], field: str, role: str) -> list[Any]:
 
 
 def _spells_turns(text: str, field: str) -> bool:
-    """Return whether a text is JSON of messages, and not just a text that begins like it."""
+    """Return True if a text is a JSON list of messages, and not just a text that begins like one."""
+    # The regex avoids parsing every text; the checks below avoid taking a text about JSON for messages.
     if not _TURNS.match(text):
         return False
     _check_values(text, field)
@@ -160,7 +161,7 @@ def _spells_turns(text: str, field: str) -> bool:
 
 
 def _system(record: Mapping[str, Any], first: Message) -> str:
-    """Return the system turn of a separate ``system`` field; "" if there is none, or if the messages begin with it."""
+    """Return the text from a separate ``system`` field; "" if it is missing, or if the messages begin with it."""
     system = record.get("system")
     if not isinstance(system, str) or not system:
         return ""
@@ -172,8 +173,8 @@ def _system(record: Mapping[str, Any], first: Message) -> str:
 
 
 def _check_calls(turns: Sequence[Any]) -> None:
-    """Raise NoConversationError if calls in JSON have too many values in total."""
-    # All of them, before the first is parsed: each alone may be small.
+    """Raise NoConversationError if JSON tool calls have too many values in total."""
+    # Check all before parsing the first: each alone may be small.
     calls = (turn.get("tool_calls") for turn in turns if isinstance(turn, Mapping))
     if sum(_num_values(call) for call in calls if isinstance(call, str)) > MOST_JSON_VALUES:
         raise NoConversationError(f"its tool_calls have more than {MOST_JSON_VALUES:,} values")
@@ -183,7 +184,8 @@ def _message(entry: Any, turn: int) -> Message:
     """Return a message with ``role`` and ``content``. Raise NoConversationError if the entry is not a message."""
     if not isinstance(entry, Mapping):
         raise NoConversationError(f"it is {shown(entry)}, and no message", turn)
-    # Some templates only test whether a part has the key ``image``. In arguments and schemas a null is a value.
+    # Drop nulls: some templates only test whether a part has the key ``image``. In arguments and schemas a null is a
+    # value.
     kept = {key: copied(value, nulls=key == "tool_calls") for key, value in entry.items()}
     message = {str(key): value for key, value in kept.items() if value is not None}
     if "role" not in message and "from" in message:
@@ -198,6 +200,7 @@ def _message(entry: Any, turn: int) -> Message:
         raise NoConversationError(f"role={shown(role)} is no name of a role", turn)
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is not None:
+        # Set both keys, so that every template finds the reasoning.
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], turn)
@@ -214,7 +217,7 @@ def _message(entry: Any, turn: int) -> Message:
 
 
 def _media(parts: Sequence[Any]) -> Iterator[str]:
-    """Yield the types of the non-text parts of a content."""
+    """Yield the types of non-text content parts."""
     for part in parts:
         kind = "text"
         if isinstance(part, Mapping):
@@ -226,7 +229,7 @@ def _media(parts: Sequence[Any]) -> Iterator[str]:
 
 
 def _tool_calls(value: Any, turn: int) -> list[Any]:
-    """Return a message's tool calls; a column of strings holds them as JSON. Arguments keep their spelling."""
+    """Return a message's tool calls, parsed if they are JSON text. Arguments keep their spelling."""
     if isinstance(value, str):
         value = _parsed(value, "tool_calls", turn)
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
@@ -235,7 +238,7 @@ def _tool_calls(value: Any, turn: int) -> list[Any]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    """Return a record's tools, parsed if a column of strings holds them as JSON."""
+    """Return a record's tools, parsed if they are JSON text."""
     if value is None or value == "":
         return []
     if isinstance(value, str):
@@ -246,9 +249,9 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 
 def copied(value: Any, *, nulls: bool) -> Any:
-    """Return a copy of a JSON value; without ``nulls``, keys with the value null are dropped.
+    """Copy a JSON value; without ``nulls``, drop keys with the value null.
 
-    A table has such keys in every row as soon as one row has a value. Raise RecursionError if it is nested too deep.
+    A table has such keys in every row as soon as one row has a value. Raise RecursionError if nesting is too deep.
     """
     if isinstance(value, Mapping):
         return {str(key): copied(item, nulls=nulls) for key, item in value.items() if nulls or item is not None}
@@ -258,7 +261,7 @@ def copied(value: Any, *, nulls: bool) -> Any:
 
 
 def _weight(value: Any, turn: int) -> bool:
-    """Return whether a message counts in the loss."""
+    """Return True if a message counts in the loss."""
     if type(value) not in (int, float, bool) or value not in (0, 1):
         raise NoConversationError(f"weight={shown(value)} is neither 0 nor 1", turn)
     return bool(value)
@@ -278,8 +281,8 @@ def _check_values(text: str, field: str, turn: int = -1) -> None:
 
 
 def _num_values(text: str) -> int:
-    """Return an upper bound on the number of values in JSON (parsed, each takes 50 to 100 bytes).
+    """Return an upper bound on the number of values in a JSON text; parsed, each takes 50 to 100 bytes.
 
-    Commas in texts count too.
+    Commas inside strings count too.
     """
     return sum(map(text.count, ",[{"))

@@ -1,4 +1,4 @@
-"""``chat_documents``: documents of a conversation: one, one per reply, or parts of one that is too long."""
+"""``chat_documents``: a conversation's documents: one, one per reply, or parts if it is too long."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def chat_documents(conversation: Conversation, encoder: ChatEncoder) -> Iterator
 
 
 def _parts(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Conversation]:
-    """Yield the conversation, or with ``each`` its beginning up to each reply, if there are any."""
+    """Yield the conversation, or with ``each`` its beginning up to each reply, if it has replies."""
     if encoder.rule.train_on != "each":
         yield conversation
         return
+    # Each document ends with the one reply that counts in it.
     roles = [message["role"] for message in conversation.messages]
     replies = [turn for turn, role in enumerate(roles) if role == ASSISTANT and conversation.weights[turn]]
     for turn in replies:
@@ -31,7 +32,7 @@ def _parts(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Convers
 
 
 def _fitted(conversation: Conversation, encoder: ChatEncoder) -> Iterator[EncodedChat | NotCountedError]:
-    """Yield one or more documents of at most ``max_tokens``."""
+    """Yield one or more documents, each with at most ``max_tokens``."""
     rule = encoder.rule
     try:
         encoded = encoder.encode(conversation)
@@ -51,13 +52,14 @@ def _fitted(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Encode
 def _split(
     conversation: Conversation, encoder: ChatEncoder, max_tokens: int
 ) -> Iterator[EncodedChat | NotCountedError]:
-    """Yield parts of complete exchanges, each with the system turn and as many exchanges as fit.
+    """Yield parts made from complete exchanges, each with the system turn and as many exchanges as fit.
 
-    If one reply counts, yield only the part that ends with it.
+    If only one reply counts, yield only the part that ends with it.
     """
     is_one = encoder.rule.train_on in ("last", "each")
     if is_one:
         replies = [turn for turn, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+        # Turns after the last reply never count.
         conversation = conversation.part(range(max(replies, default=-1) + 1))
     begin, exchanges = _exchanges(conversation)
 
@@ -72,7 +74,7 @@ def _split(
         return encoded
 
     if is_one and exchanges:
-        # One reply counts: keep as much before it as fits.
+        # Only one reply counts: keep as much context before it as fits.
         _, found = _most(lambda count: part(len(exchanges) - count, count), len(exchanges))
         yield _counting(found)
         return
@@ -80,7 +82,7 @@ def _split(
     while first < len(exchanges):
         count, found = _most(lambda count, first=first: part(first, count), len(exchanges) - first)
         found = _counting(found)
-        # A question after the last reply, or exchanges without weight, do not count as a lost conversation.
+        # A question after the last reply, or exchanges without weight, are not reported as a lost conversation.
         if isinstance(found, EncodedChat) or found.reason != empty.reason:
             counts = True
             yield found
@@ -92,15 +94,15 @@ def _split(
 def _most(
     part: Callable[[int], EncodedChat | NotCountedError], limit: int
 ) -> tuple[int, EncodedChat | NotCountedError]:
-    """Return the largest number of exchanges, up to ``limit``, that fits into a part, and that part.
+    """Return the largest exchange count, up to ``limit``, that fits into a part, and that part.
 
-    If not even one exchange fits, return the reason. The number is doubled until it is too large, then bisected, so
-    only a few parts are encoded for each that is kept.
+    If not even one exchange fits, return the reason.
     """
     fits, found = 1, part(1)
     too_many = limit + 1
     if isinstance(found, NotCountedError):
         return fits, found
+    # Double the count until it is too large, then bisect: few parts are encoded for each one kept.
     while fits + 1 < too_many:
         count = 2 * fits
         if too_many <= limit:
@@ -114,13 +116,14 @@ def _most(
 
 
 def _exchanges(conversation: Conversation) -> tuple[list[int], list[list[int]]]:
-    """Return the leading system turns of a conversation, and its turns grouped from each question to the next."""
+    """Return a conversation's leading system turns, and its other turns grouped from each question to the next."""
     roles = [message["role"] for message in conversation.messages]
     begin = 0
     while begin < len(roles) and roles[begin] in ("system", "developer"):
         begin += 1
     exchanges: list[list[int]] = []
     for turn in range(begin, len(roles)):
+        # Consecutive user turns form one question.
         if not exchanges or (roles[turn] == "user" and roles[turn - 1] != "user"):
             exchanges.append([])
         exchanges[-1].append(turn)
@@ -128,7 +131,7 @@ def _exchanges(conversation: Conversation) -> tuple[list[int], list[list[int]]]:
 
 
 def _counting(found: EncodedChat | NotCountedError, reason: str = NOTHING_COUNTS) -> EncodedChat | NotCountedError:
-    """Return ``found``, or an error if none of its tokens counts."""
+    """Return the result, or an error if no token in it counts."""
     # The first token is never a target.
     if isinstance(found, EncodedChat) and not found.counted[1:].any():
         return NotCountedError(reason)

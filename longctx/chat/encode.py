@@ -1,11 +1,4 @@
-"""``ChatEncoder``: token ids of a conversation, and which of them count in the loss; refused if they cannot be derived.
-
-A reply's tokens are found in one of two ways. A template may mark them (``{% generation %}``). Otherwise the messages
-before a reply are rendered separately, with the prompt for the next one, and again with the reply: the full text has to
-begin with each of these, and the full ids with those of the prompt. A template that changes a turn when another
-follows, such as one that drops earlier reasoning, is refused with an error that names the turn: the model would be
-trained on text that it will not see later.
-"""
+"""``ChatEncoder``: a conversation's token ids and loss mask; an error if the mask cannot be derived."""
 
 from __future__ import annotations
 
@@ -48,11 +41,11 @@ UNTRAINED = {
     PROMPTS_UNASKED: "Let it do so if add_generation_prompt is true alone: --chat-template FILE.",
     MARKED_ELSEWHERE: "Let {% generation %} stand outside of macros and {% set %} blocks: --chat-template FILE.",
 }
-"""Why a conversation cannot be trained on, and what would help."""
+"""Reasons why a conversation cannot be trained on, each with a remedy."""
 
 
 class NotCountedError(DataError):
-    """Error for a conversation whose counted tokens cannot be derived, or that a template refuses."""
+    """Error for a conversation that a template rejects, or without a derivable loss mask."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -61,15 +54,15 @@ class NotCountedError(DataError):
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """Encoded conversation."""
+    """An encoded conversation."""
 
     text: str
     ids: np.ndarray
     """int32 [N]."""
     counted: np.ndarray
-    """bool [N]: whether the loss of predicting this token counts."""
+    """Loss mask, bool [N]: True if predicting this token counts in the loss."""
     stops: np.ndarray
-    """int64 [N]: for each token the character of the text behind it."""
+    """End offset of each token in the text, int64 [N]."""
 
     def begin(self, num_tokens: int) -> EncodedChat:
         """Return the first ``num_tokens`` tokens, at least one, and their text."""
@@ -82,10 +75,10 @@ _USUAL = ChatRule()
 
 
 class ChatEncoder:
-    """Encoder of conversations to ids, by a tokenizer and its chat template."""
+    """Encoder from conversations to token ids, using a tokenizer and its chat template."""
 
     def __init__(self, tokenizer: Tokenizer, rule: ChatRule = _USUAL) -> None:
-        """Raise DataError if the tokenizer has no template and the rule gives none."""
+        """Raise DataError if neither the tokenizer nor the rule has a template."""
         self.tokenizer, self.rule = tokenizer, rule
         texts = {DEFAULT: rule.template}
         if rule.template is None:
@@ -105,26 +98,31 @@ class ChatEncoder:
 
     @property
     def marks_replies(self) -> bool:
-        """True if a template marks the model's replies."""
+        """True if a template marks replies."""
         return any(template.marks_replies for template in self._templates.values())
 
     @property
     def _train_on(self) -> TrainOn:
-        """Tokens of a document that count."""
+        """Tokens that count within one document: with ``each``, a document's last reply."""
         if self.rule.train_on == "each":
             return "last"
         return self.rule.train_on
 
     def close(self) -> None:
-        """End the rendering processes."""
+        """Stop the rendering processes."""
         for template in self._templates.values():
             template.close()
 
     def encode(self, conversation: Conversation) -> EncodedChat:
-        """Return a conversation's ids, however many there are.
+        """Return a conversation's ids and loss mask, without a length limit.
 
-        Raise NotCountedError if its template refuses it, or if the tokens that count cannot be derived.
+        Raise NotCountedError if its template rejects it, or if the loss mask cannot be derived.
         """
+        # Reply tokens are found in one of two ways. A template may mark them by {% generation %}. Otherwise the
+        # messages before a reply are rendered separately with the generation prompt, and again with the reply: the full
+        # text must start with both, and the full ids with the prompt's ids. A template that changes a turn when another
+        # follows, such as one that drops earlier reasoning, is rejected: the model would train on text that it never
+        # sees at inference.
         train_on = self._train_on
         template = self._template(conversation)
         guard = Guard(self._spellings)
@@ -134,38 +132,43 @@ class ChatEncoder:
         if train_on != "all" and not template.marks_replies:
             prompted = [True]
         elif not counts_all:
-            # Some templates add an ending if no reply is requested: then the text before a message is the one with a
-            # prompt.
+            # Some templates add an ending if no reply is requested. Then only the rendering with a prompt is a prefix
+            # of the full text.
             prompted = [False, True]
         asks: list[tuple[int, bool]] = []
+        # Per reply: the text before it in each prompt mode, then the text including it.
         if prompted:
             asks = [ask for turn in replies for ask in (*((turn, asked) for asked in prompted), (turn + 1, False))]
         rendered = self._rendered(template, conversation, guard, beginnings=asks)
         restored, places = _restored(guard, rendered.text)
         located = encode_rendered(self.tokenizer, restored.text, restored.plain)
+        # Hidden control tokens grow from one character to their spelling, which shifts all later positions.
         growth = np.cumsum([0, *(stop - start - 1 for start, stop in restored.plain)])
 
         def moved(at: int) -> int:
-            """Return the position in the restored text of a character of the rendered text."""
+            """Map a character position from the rendered to the restored text."""
             return at + int(growth[np.searchsorted(places, at)])
 
+        # With train_on="all", template text counts too, and no spans are needed.
         counted = np.ones(len(located.ids), dtype=bool)
         if train_on != "all" or not counts_all:
             behind_prompt = partial(self._is_behind_prompt, template, conversation, guard)
             bounds = _bounds(replies, rendered.beginnings, len(prompted), behind_prompt)
             spans = [(moved(start), moved(stop)) for start, stop in bounds]
+            # A mark inside a macro has no reliable position.
             if rendered.spans is None and train_on != "all":
                 raise NotCountedError(MARKED_ELSEWHERE)
             marked = [(moved(start), moved(stop)) for start, stop in rendered.spans or []]
+            # Marks cover every reply; keep those that start in a message with weight.
             if not counts_all:
                 marked = [one for one in marked if any(start <= one[0] < stop for start, stop in spans)]
             counted = self._counted(template, located, restored, spans, marked)
         return EncodedChat(restored.text, located.ids, counted, located.stops)
 
     def encode_prompt(self, conversation: Conversation) -> np.ndarray:
-        """Return the ids of a conversation with the prompt for its next reply, int32 [N].
+        """Return a conversation's ids with the prompt for its next reply, int32 [N].
 
-        Raise NotCountedError if the template refuses it.
+        Raise NotCountedError if the template rejects it.
         """
         guard = Guard(self._spellings)
         rendered = self._rendered(self._template(conversation), conversation, guard, add_generation_prompt=True)
@@ -180,7 +183,7 @@ class ChatEncoder:
         spans: list[Span],
         marked: list[Span],
     ) -> np.ndarray:
-        """Return the mask of ids that count."""
+        """Return the loss mask, bool [N]."""
         if self._train_on == "all":
             return located.within(spans)
         if template.marks_replies:
@@ -190,6 +193,7 @@ class ChatEncoder:
                 self.tokenizer, partial(template.render, variables=self._variables)
             )
         if self._prompts_unasked[template]:
+            # Every reply would end with the prompt for the next one, and the loss mask would include it.
             raise NotCountedError(PROMPTS_UNASKED)
         counted = np.zeros(len(located.ids), dtype=bool)
         for start, stop in spans:
@@ -198,7 +202,7 @@ class ChatEncoder:
         return counted
 
     def _is_behind_prompt(self, template: ChatTemplate, conversation: Conversation, guard: Guard, turn: int) -> bool:
-        """Return whether a reply follows its prompt if it is the last message."""
+        """Return True if a reply follows its prompt when it is the last message."""
         part = conversation.part(range(turn + 1))
         try:
             (found,) = self._rendered(template, part, guard, beginnings=[(turn, True)]).beginnings
@@ -207,7 +211,7 @@ class ChatEncoder:
         return isinstance(found, int)
 
     def _rendered(self, template: ChatTemplate, conversation: Conversation, guard: Guard, **options: Any) -> Rendered:
-        """Return a conversation as text, with the guard hiding text that looks like control tokens."""
+        """Render a conversation, with the guard hiding text that looks like control tokens."""
         try:
             messages, tools = guard.hide(list(conversation.messages)), guard.hide(list(conversation.tools))
         except ValueError as error:
@@ -227,11 +231,12 @@ class ChatEncoder:
 
 
 def _rendered_messages(render: Callable[..., Rendered], messages: list[Any], **options: Any) -> Rendered:
-    """Return messages as text; parts of their contents are joined if the template does not support parts."""
+    """Render messages; join content parts if the template does not support parts."""
     joined = list(map(_with_joined_parts, messages))
     if joined != messages:
-        # Some templates support parts; others leave them out, write them as a list, or fail on one.
+        # Some templates support parts; others drop them, print them as a list, or fail on one.
         try:
+            # A rendering without error may still have lost parts.
             rendered = render(messages, **options)
             if not _loses_parts(rendered.text, messages):
                 return rendered
@@ -247,28 +252,30 @@ def _rendered_messages(render: Callable[..., Rendered], messages: list[Any], **o
 
 
 def _loses_parts(text: str, messages: Sequence[Any]) -> bool:
-    """Return whether a template drops parts of a content, or writes them as a list."""
+    """Return True if a template drops content parts, or prints them as a list."""
     for message in messages:
         content = message.get("content")
         if not isinstance(content, list):
             continue
+        # Lists may be printed as Python or as JSON.
         spelt = (str(content), json.dumps(content), json.dumps(content, ensure_ascii=False))
+        # Stripped, because templates may trim parts.
         if any(part_text(part).strip() not in text for part in content) or any(one in text for one in spelt):
             return True
     return False
 
 
 def _with_joined_parts(message: Any) -> Any:
-    """Return a message with its content joined into one text."""
+    """Return a message with its content parts joined into one text."""
     if not isinstance(message.get("content"), list):
         return message
     return {**message, "content": "".join(map(part_text, message["content"]))}
 
 
 def _prompts_unasked(tokenizer: Tokenizer, render: Callable[..., Rendered]) -> bool:
-    """Return whether a template writes the prompt for a reply, or its beginning, after every last message.
+    """Return True if a template writes the prompt for a reply, or its beginning, after every last message.
 
-    That is the text which disappears when another question follows, and which appears between a question and its reply.
+    That text disappears when another question follows, and appears between a question and its reply.
     """
     said = ["one question", "one answer", "another question"]
     turns = [{"role": role, "content": text} for role, text in zip(("user", ASSISTANT, "user"), said, strict=True)]
@@ -276,7 +283,7 @@ def _prompts_unasked(tokenizer: Tokenizer, render: Callable[..., Rendered]) -> b
         answered, asked_again = render(turns[:2]).text, render(turns).text
     except TemplateError:
         return False
-    # By tokens: two of them may begin with the same characters.
+    # Compare tokens, not characters: two tokens may begin with the same characters.
     located, other = (encode_rendered(tokenizer, text) for text in (answered, asked_again))
     length = min(len(located.ids), len(other.ids))
     differs = np.append(located.ids[:length] != other.ids[:length], True)
@@ -286,14 +293,14 @@ def _prompts_unasked(tokenizer: Tokenizer, render: Callable[..., Rendered]) -> b
         return False
     at = between.find(unasked)
     if at == 0 and unasked in tokenizer.controls.spellings():
-        # The end of a conversation, if a question ends with the same token; except for a token that alone is the
-        # prompt.
+        # A turn end, if questions end with the same token, unless that token alone is the prompt.
         return between.rstrip() == unasked != answered.partition(said[1])[2].strip()
     return at >= 0
 
 
 def _refused_turn(render: Callable[[list[Any]], Rendered], messages: list[Any]) -> int:
-    """Return the index of the first message up to which a template refuses a conversation."""
+    """Find the first message that a template rejects, by bisection."""
+    # Invariant: the template accepts ``accepted`` messages and rejects ``refused``.
     accepted, refused = 0, len(messages)
     while accepted + 1 < refused:
         middle = (accepted + refused) // 2
@@ -326,23 +333,24 @@ def _replies(conversation: Conversation, train_on: TrainOn) -> list[int]:
 
 
 def _counts_all(conversation: Conversation, train_on: TrainOn) -> bool:
-    """Return whether all tokens that may count do, so that no token needs to be assigned to a message."""
+    """Return True if all tokens that may count do, so that no token needs to be assigned to a message."""
     return all(conversation.weights) and train_on != "last"
 
 
 def _bounds(
     replies: Sequence[int], beginnings: Sequence[int | str], ways: int, behind_prompt: Callable[[int], bool]
 ) -> list[Span]:
-    """Return the character span of each reply. NotCountedError names the first turn that changes its past.
+    """Return each reply's character span. Raise NotCountedError for the first turn that changes the text before it.
 
-    ``beginnings`` holds, for each reply, the text lengths before it in each of ``ways`` ways, and the length up to its
-    end (or an error message). ``behind_prompt`` returns whether a reply follows its prompt if it is the last message.
+    Each reply has its text length before it per prompt mode, then the length including it; an error message replaces a
+    length that cannot be determined.
     """
     if not ways:
         return []
     spans: list[Span] = []
     for number, turn in enumerate(replies):
         *starts, behind = beginnings[number * (ways + 1) : (number + 1) * (ways + 1)]
+        # The first prompt mode that gives a prefix counts.
         before = next((found for found in starts if isinstance(found, int)), starts[0])
         for found, what in ((before, "before it"), (behind, "up to it")):
             if isinstance(found, str):
@@ -359,10 +367,10 @@ def _bounds(
 
 
 def _check_prompt(tokenizer: Tokenizer, located: Located, restored: Restored, start: int) -> None:
-    """Raise NotCountedError unless the ids before a reply equal those of the prompt alone."""
+    """Raise NotCountedError unless the ids before a reply equal the ids of its prompt alone."""
     text = restored.text
     before = int(np.searchsorted(located.stops, start, side="right"))
-    # From the last control token on: text before it is encoded separately in both.
+    # Start at the last control token: text before it is encoded separately in both.
     control = np.flatnonzero(tokenizer.is_control[located.ids[:before]])
     first, at = 0, 0
     if len(control):
@@ -377,11 +385,12 @@ def _check_prompt(tokenizer: Tokenizer, located: Located, restored: Restored, st
 
 
 def _turn_end(tokenizer: Tokenizer, located: Located, text: str, start: int, stop: int) -> int:
-    """Return the end of a reply: after its last control token if only white space follows that."""
+    """Return a reply's end: after its last control token if only white space follows that."""
     first, last = np.searchsorted(located.starts, [start, stop])
     control = np.flatnonzero(tokenizer.is_control[located.ids[first:last]])
     if len(control):
         end = int(located.stops[first + control[-1]])
+        # White space after the end token belongs to the template: generation stops before it.
         if not text[end:stop].strip():
             return end
     return stop
@@ -392,6 +401,7 @@ def template_variables(tokenizer: Tokenizer) -> dict[str, Any]:
     found = variables(tokenizer.files, tokenizer.path)
     named = {"bos_token": tokenizer.special.bos, "eos_token": tokenizer.special.end}
     own = {key: tokenizer.piece(token) for key, token in named.items() if token is not None}
+    # Variables from the files take precedence.
     return own | found
 
 

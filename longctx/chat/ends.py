@@ -1,4 +1,4 @@
-"""``turn_ends``: the control token that ends a reply in a chat template."""
+"""``turn_ends``: the control token that ends replies in a chat template."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _USUAL = Conversation(
 def turn_ends(encoder: ChatEncoder) -> set[int]:
     """Return the control token that ends a reply, or an empty set if the template writes none.
 
-    It is the last one of a reply; if the reply's tokens cannot be derived, the first one after its text.
+    It is the reply's last control token; if the reply's tokens cannot be derived, the first one after its text.
     """
+    # A shallow copy shares the rendering process; only its rule changes.
     reader = copy.copy(encoder)
     try:
         reader.rule = replace(encoder.rule, train_on="replies")
@@ -38,7 +39,7 @@ def turn_ends(encoder: ChatEncoder) -> set[int]:
     if not len(controls):
         return set()
     end = controls[which]
-    # Only white space may be between: templates that mark replies also count the line break after the token.
+    # Only white space may come between: templates that mark replies also count the line break after the token.
     between = (reply[:end], reply[end + 1 :])[which]
     if encoder.tokenizer.decode(between).strip():
         return set()

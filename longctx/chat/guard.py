@@ -1,8 +1,4 @@
-"""Guard for conversations that spell control tokens: each goes through the template as one private-use character.
-
-Otherwise ``<|im_end|>`` in a user's message would end the turn. A template cuts, trims and compares texts, and all of
-that works on such a character as on any letter.
-"""
+"""Guard for conversations that spell control tokens: each passes through the template as one private-use character."""
 
 from __future__ import annotations
 
@@ -12,27 +8,32 @@ from typing import Any, NamedTuple
 
 from longctx.tokenizer.control import Span
 
+# Without the guard, <|im_end|> in a user's message would end the turn. Templates cut, trim and compare texts, which
+# works on a private-use character as on any letter.
 _FIRST, _LAST = 0xF0000, 0xFFFFD
-"""Characters of private use, which stand for what a conversation spells."""
+"""Private-use characters that stand for control tokens in a conversation's text."""
 _PRIVATE = f"[{chr(_FIRST)}-{chr(_LAST)}]"
 _ESCAPED = re.compile(r"\\udb[89ab][0-9a-f]\\ud", re.IGNORECASE)
-"""How JSON of ASCII spells such a character."""
+"""Escape sequence for such a character in ASCII JSON."""
 
 
 class Restored(NamedTuple):
-    """Restored text with its original spellings."""
+    """Text with its original spellings."""
 
     text: str
     plain: list[Span]
-    """Where control tokens are text."""
+    """Spans in which control tokens are plain text."""
 
 
 class Spellings:
-    """Finder of control tokens spelt in a text, and of parts of one that an adjacent text may complete."""
+    """Finder for control tokens in a text, and for partial ones that an adjacent text may complete."""
 
     def __init__(self, spellings: Sequence[str]) -> None:
+        # Longest first, because a regex alternation takes its first match. Private-use characters in the input are
+        # hidden too, so that they never pass for a placeholder.
         longest_first = sorted(spellings, key=len, reverse=True)
         self._whole = re.compile("|".join([*map(re.escape, longest_first), _PRIVATE]))
+        # A partial token needs at least two characters: single ones such as "<" are too common to hide.
         self._begins = {spelling[:stop] for spelling in spellings for stop in range(2, len(spelling))}
         self._ends = {spelling[start:] for spelling in spellings for start in range(1, len(spelling) - 1)}
         self._longest = max(map(len, spellings), default=0)
@@ -40,7 +41,7 @@ class Spellings:
     def find(self, text: str) -> Iterator[Span]:
         """Yield the spans to hide, in order.
 
-        Texts that a template joins may spell a token together, so partial tokens at both ends of a text are hidden too.
+        A template may join texts into a token, so partial tokens at both ends of a text are hidden too.
         """
         at = 0
         if not self._whole.match(text):
@@ -56,12 +57,12 @@ class Spellings:
             yield length - rest, length
 
     def _lengths(self, most: int) -> range:
-        """Return the possible lengths of a partial token, descending to two characters."""
+        """Return possible partial token lengths, descending to two characters."""
         return range(min(most, self._longest - 1), 1, -1)
 
 
 class Guard:
-    """Control tokens spelt in one conversation."""
+    """Control tokens spelled in one conversation."""
 
     def __init__(self, spellings: Spellings) -> None:
         self._spellings = spellings
@@ -78,7 +79,7 @@ class Guard:
         return value
 
     def restore(self, text: str) -> tuple[Restored, list[int]]:
-        """Return the text with original spellings, and for each hidden span the index of its character in ``text``.
+        """Return the text with original spellings, and each hidden span's character index in ``text``.
 
         Raise ValueError if the template has escaped one irreversibly.
         """
@@ -111,7 +112,8 @@ class Guard:
         return "".join(parts)
 
     def _character(self, spelt: str) -> str:
-        """Return the character that replaces a spelling. Raise ValueError if there are too many of them."""
+        """Return the placeholder character for a spelling. Raise ValueError if there are too many spellings."""
+        # Equal spellings share a character, so that comparisons in a template still hold.
         if spelt not in self._spelt:
             self._spelt.append(spelt)
         if len(self._spelt) > _LAST - _FIRST:

@@ -1,4 +1,4 @@
-"""``asking``: a tokenizer that encodes prompts as user turns of a chat model, for tasks that end with a question."""
+"""``asking``: a tokenizer that encodes prompts as user turns for a chat model, in tasks that end with a question."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from longctx.tokenizer.contract import Tokenizer
 
 
 def asking(tokenizer: Tokenizer, cues: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer with ``encode_prompt`` by its chat template, and with the ids that end a reply.
+    """Return the tokenizer with chat-template encoding in ``encode_prompt``, and with the ids that end a reply.
 
-    A prompt is a user's turn up to the last of the ``cues`` in it; the cue begins the model's reply. Tasks score the
-    text after it, as NVIDIA's RULER does with its templates. Raise DataError if the tokenizer has no template.
+    A prompt's text before its last cue becomes the user turn; the cue begins the model's reply. Tasks score the text
+    after it, as NVIDIA's RULER does with its templates. Raise DataError if the tokenizer has no template.
     """
     encoder = ChatEncoder(tokenizer)
     cue = re.compile("|".join(re.escape(one) for one in sorted(set(cues))))

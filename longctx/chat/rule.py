@@ -1,4 +1,4 @@
-"""``ChatRule``: how conversations become ids, and its entry in a shard folder's manifest."""
+"""``ChatRule``: how conversations become token ids, and its entry in a shard folder's manifest."""
 
 from __future__ import annotations
 
@@ -18,41 +18,42 @@ TooLong = Literal["drop", "keep-begin", "split-turns"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRule:
-    """Options for turning conversations into ids."""
+    """Options for encoding conversations."""
 
     template: str | None = None
-    """The template; None for the tokenizer's own."""
+    """Chat template; None selects the tokenizer's own."""
     train_on: TrainOn = "replies"
-    """Which tokens count: of all replies, of the last one, or all. ``each`` makes a document of each reply and what
-    stands before it."""
+    """Tokens that count in the loss: all replies, the last reply, or all tokens. ``each`` makes one document per reply,
+    with the messages before it."""
     max_tokens: int | None = None
-    """The most tokens of a document; None for any number."""
+    """Token limit per document; None for no limit."""
     too_long: TooLong = "drop"
-    """What becomes of a longer one: it is left out, its beginning is kept, or it is split between a reply and what
-    follows it, each part with the system turn."""
+    """Handling of a longer document: drop it, keep its beginning, or split it between a reply and the next message,
+    repeating the system turn in each part."""
     now: str = ""
-    """The time that a template's ``strftime_now`` knows, by ISO 8601; empty for the time at which it is rendered."""
+    """Time for a template's ``strftime_now``, in ISO 8601; empty for the time of rendering."""
     most_left_out: float = 0.1
-    """Share of the conversations that may be left out because they cannot be trained on; more end a build."""
+    """Largest fraction of conversations that may be left out as untrainable; a build with more fails."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the template, such as ``enable_thinking``."""
+    """Template variables, such as ``enable_thinking``."""
 
 
 def settled(rule: ChatRule, tokenizer: Tokenizer, recorded: Mapping[str, Any]) -> ChatRule:
-    """Return the rule with a date if the template writes one and the rule has none: the recorded one, else today's.
+    """Return the rule with a date if the template prints one and the rule has none: the recorded date, or today's.
 
-    ``recorded`` is the entry of a folder that is to be rebuilt.
+    ``recorded`` is the manifest entry from a folder to rebuild.
     """
     texts = [rule.template or ""]
     if rule.template is None:
         texts = list(find_templates(tokenizer.files, tokenizer.path).values())
+    # A template without this name cannot print a date.
     if rule.now or not any(_TELLS_TIME in text for text in texts):
         return rule
     return replace(rule, now=recorded.get("now") or datetime.date.today().isoformat())
 
 
 def chat_options(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, Any]:
-    """Return the manifest entry of the rule for a shard folder; it has a hash of the tokenizer's templates."""
+    """Return the rule's manifest entry for a shard folder, including a hash of the tokenizer's templates."""
     said = {
         "train_on": rule.train_on,
         "template": hash_templates(tokenizer.files, tokenizer.path),
@@ -61,6 +62,6 @@ def chat_options(tokenizer: Tokenizer, rule: ChatRule) -> dict[str, Any]:
         "now": rule.now,
         "options": dict(rule.options),
     }
-    # Only values that differ from the original defaults: folders built then are still up to date.
+    # Record only values that differ from the original defaults, so that folders built before stay up to date.
     usual = {"max_tokens": None, "too_long": "drop", "now": "", "options": {}}
     return {name: value for name, value in said.items() if name not in usual or value != usual[name]}

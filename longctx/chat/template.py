@@ -1,7 +1,7 @@
-"""``ChatTemplate``: a conversation rendered as text, by the template of a model.
+"""``ChatTemplate``: renders conversations as text by a model's template.
 
-A template is an untrusted program. It runs in a process of its own (``template_worker``), in Jinja's sandbox, with
-limits on memory and processor time: anything that no Python sandbox can stop ends only that process.
+A template is an untrusted program. It runs in its own process (``template_worker``), in Jinja's sandbox, with limits on
+memory and CPU time: an attack that no Python sandbox can stop ends only that process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from longctx.errors import DataError
 from longctx.untrusted.reading import printable
 
 MOST_CHARACTERS = 1 << 20
-"""Of a template. The longest that are published have some 20,000."""
+"""Template length limit in characters. The longest published ones have some 20,000."""
 OWN_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt", "beginnings"))
-"""What each conversation gives a template, whatever its options say."""
+"""Template variables that each conversation sets; options cannot override them."""
 _SHOWN_CHARACTERS = 300
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WORKER = Path(__file__).with_name("template_worker.py")
@@ -36,43 +36,43 @@ _REASONS = {
 }
 
 Message = Mapping[str, Any]
-"""A turn: ``role``, ``content`` and whatever else the template reads, of JSON's types."""
+"""A turn: ``role``, ``content`` and any other JSON values that the template reads."""
 
 
 class TemplateError(DataError):
-    """Error of a template that refuses a conversation, or that is refused itself."""
+    """Error for a template that rejects a conversation, or that is rejected itself."""
 
     def __init__(self, text: str, reason: str = "", *, is_refusal: bool = False) -> None:
         super().__init__(text)
         self.reason = reason or text
-        """Why, in some words."""
+        """Short reason, without the hint."""
         self.is_refusal = is_refusal
-        """Whether the template itself refuses this conversation: another one may pass."""
+        """True if the template itself rejects this conversation: another one may pass."""
 
 
 class Rendered(NamedTuple):
-    """Conversation as text."""
+    """A conversation as text."""
 
     text: str
     spans: list[tuple[int, int]] | None
-    """First character and the one behind the last of each part that ``{% generation %}`` marks, in order; None if a
-    macro or a kept block holds one, whose text is written elsewhere."""
+    """Character spans marked by ``{% generation %}``, in order; None if a macro or stored block contains a mark,
+    because its text appears at another position."""
     beginnings: list[int | str]
-    """For each beginning that was asked for its characters, if the text begins so; else why not, "" if it differs."""
+    """Per requested beginning: its text length if the full text starts with it, "" if not, or an error message."""
 
 
 class ChatTemplate:
     """Chat template, rendered by a separate process that starts with the first conversation.
 
-    For use by one thread. A process forked from this one starts another.
+    For use by one thread. A forked process starts its own worker.
     """
 
     def __init__(self, text: str, *, name: str = "the chat template", now: datetime.datetime | None = None) -> None:
-        """Set the template's ``name`` for messages, and the time ``now`` that its ``strftime_now`` returns."""
+        """Set the template's ``name`` for messages, and the time ``now`` for its ``strftime_now``."""
         self.text, self.name = text, name
         self.now = now or datetime.datetime.now()
         self.marks_replies = _GENERATION.search(text) is not None
-        """Whether it says by ``{% generation %}`` what the model is to say."""
+        """True if it marks replies by ``{% generation %}``."""
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = -1
         if len(text) > MOST_CHARACTERS:
@@ -87,11 +87,10 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         beginnings: Sequence[tuple[int, bool]] = (),
     ) -> Rendered:
-        """Return a conversation as text. Raise TemplateError if the template refuses it, fails or exceeds its limits.
+        """Render a conversation as text. Raise TemplateError if the template rejects it, fails or exceeds its limits.
 
-        ``variables`` are other inputs of the template: ``bos_token`` and the like, ``enable_thinking``. ``beginnings``
-        lists numbers of messages, each with or without a prompt for the next one: their text is compared with the full
-        text.
+        ``variables`` are other template inputs, such as ``bos_token`` or ``enable_thinking``. ``beginnings`` lists
+        message counts, each with or without a prompt for the next reply: their text is compared with the full text.
         """
         values = {
             "messages": list(messages),
@@ -107,7 +106,7 @@ class ChatTemplate:
         return Rendered(answer["text"], spans, answer["beginnings"])
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Stop the process, if it is running."""
         if self._process is not None and self._owner == os.getpid():
             _end(self._process)
         self._process = None
@@ -119,7 +118,8 @@ class ChatTemplate:
         self.close()
 
     def _ask(self, line: str) -> dict[str, Any]:
-        """Return the answer to a line of JSON; start the process if it is not running."""
+        """Send a JSON line and return the answer; start the process if it is not running."""
+        # After a fork, the pipes still belong to the parent process.
         if self._process is None or self._owner != os.getpid():
             self._start()
         return self._answer_to(line)
@@ -135,6 +135,7 @@ class ChatTemplate:
             cwd="/",
         )
         self._owner = os.getpid()
+        # Stops the worker even without close().
         weakref.finalize(self, _end, self._process)
         self._answer_to(json.dumps({"template": self.text, "now": self.now.isoformat()}))
 
@@ -149,6 +150,7 @@ class ChatTemplate:
             content = process.stdout.readline()
         except BrokenPipeError:
             content = b""
+        # A worker that dies, for example at its CPU limit, leaves no complete line.
         if not content.endswith(b"\n"):
             code = process.wait()
             self._process = None
@@ -163,8 +165,8 @@ class ChatTemplate:
         raise self._refused(": ".join(part for part in (_REASONS[kind], said) if part))
 
     def _refused(self, reason: str) -> TemplateError:
-        """Return the error for a template that cannot be used."""
-        # A template that fails once is not used again: the state of a process that ran out of memory is unknown.
+        """Stop the process, and return the error for a template that cannot be used."""
+        # A template that fails once is not used again: after running out of memory, the process has an unknown state.
         self.close()
         return TemplateError(
             f"{self.name} {reason}.\nTake it from the model's publisher, or give another one: --chat-template FILE.",
@@ -173,13 +175,13 @@ class ChatTemplate:
 
 
 def render(template: str, messages: Sequence[Message], **values: Any) -> str:
-    """Return one conversation as text by the text of a template. Raise TemplateError as ``ChatTemplate`` does."""
+    """Render one conversation by a template's text. Raise TemplateError as ``ChatTemplate`` does."""
     with ChatTemplate(template) as chat:
         return chat.render(messages, **values).text
 
 
 def _death(code: int) -> str:
-    """Return the reason for the end of the process, for a message."""
+    """Return why the process ended, for a message."""
     if code == -signal.SIGXCPU:
         return "takes longer than a conversation may"
     if code < 0:

@@ -1,4 +1,4 @@
-"""Chat template among a tokenizer's files, and the variables that it reads."""
+"""Chat templates in a tokenizer's files, and the variables that they read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from longctx.tokenizer.templates import TEMPLATE_FILE, TEMPLATES
 
 _OLD_FILE = "chat_template.json"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-"""Names of templates: the one that is taken, and the one for conversations that have tools."""
+"""Template names: the default one, and the one for conversations with tools."""
 
 
 def find_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str]:
-    """Return the templates of a tokenizer by name, empty if it has none. Raise DataError if one is not text.
+    """Return a tokenizer's templates by name, empty if it has none. Raise DataError if one is not text.
 
     As in transformers, separate template files take precedence over ``tokenizer_config.json``.
     """
@@ -35,6 +35,7 @@ def find_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str]:
         raise DataError(f"{TOKENIZER_CONFIG} of tokenizer={path} has a chat_template that is no text. Copy it again.")
     own = {name: content for name, content in files.items() if name.startswith(f"{TEMPLATES}.")}
     own |= {f"{TEMPLATES}.{DEFAULT}.jinja": files[TEMPLATE_FILE]} if TEMPLATE_FILE in files else {}
+    # Separate files replace all templates in the config, not only those with the same name.
     if own:
         found = {}
     for name, content in own.items():
@@ -46,7 +47,7 @@ def find_templates(files: Mapping[str, bytes], path: Path) -> dict[str, str]:
 
 
 def has_template(tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer has a chat template, readable or not."""
+    """Return True if a tokenizer has a chat template, readable or not."""
     try:
         return bool(find_templates(tokenizer.files, tokenizer.path))
     except DataError:
@@ -54,14 +55,16 @@ def has_template(tokenizer: Tokenizer) -> bool:
 
 
 def hash_templates(files: Mapping[str, bytes], path: Path) -> str:
-    """Return a hash of a tokenizer's templates."""
+    """Hash a tokenizer's templates."""
     return xxhash.xxh3_128_hexdigest(repr(sorted(find_templates(files, path).items())).encode())
 
 
 def variables(files: Mapping[str, bytes], path: Path) -> dict[str, Any]:
-    """Return the template variables for special tokens as texts: ``bos_token``, ``eos_token`` and the others."""
+    """Return special tokens as template variables: ``bos_token``, ``eos_token`` and the others."""
     found: dict[str, Any] = {}
     names = [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP]
+    # The file read last wins. A config with added_tokens_decoder is complete; older ones rely on the special tokens
+    # map.
     if "added_tokens_decoder" in read_object(files, TOKENIZER_CONFIG, path):
         names.reverse()
     for name in names:

@@ -1,10 +1,7 @@
-"""Renderer of untrusted chat templates: the program of the process that ``template`` starts and limits.
+"""Renderer for untrusted chat templates: the worker program that ``template`` starts and limits.
 
-It reads and writes lines of JSON. The first line is the template; each line after it is one conversation. It does not
-import this project, so that it starts in a tenth of a second and holds no secrets.
-
-Rendering follows ``transformers`` 5.24: the same sandbox, options, filters and functions. An attribute that Jinja's
-sandbox hides is an error here at once, not a value that prints as empty.
+It reads and writes JSON lines. The first line is the template; each later line is one conversation. It does not import
+this project, so that it starts in a tenth of a second and holds no secrets.
 """
 
 from __future__ import annotations
@@ -24,13 +21,13 @@ import jinja2.nodes
 import jinja2.sandbox
 
 _MEMORY_BYTES = 256 * 2**20
-"""Memory beyond what Python and Jinja have taken."""
+"""Bytes beyond the memory that Python and Jinja have taken."""
 _MEMORY_PER_CHARACTER = 64
-"""Bytes more for each character of a conversation."""
+"""Additional bytes per character in a conversation."""
 _SECONDS, _CHARACTERS_PER_SECOND = 1, 1 << 20
-"""Processor seconds of a conversation, and the characters of it that get one more."""
+"""CPU seconds per conversation, and the characters that add one more."""
 _FORBIDDEN = "_"
-"""How names begin that a template may not store."""
+"""Prefix of names that a template may not store."""
 
 
 class Generation(jinja2.ext.Extension):
@@ -43,7 +40,7 @@ class Generation(jinja2.ext.Extension):
         environment.extend(blocks=[], marks=[])
 
     def parse(self, parser: Any) -> jinja2.nodes.Node:
-        """Return the node that records the position of its body in the text."""
+        """Return the node that records its body's position in the text."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_noted"), [], [], body).set_lineno(line)
@@ -55,16 +52,18 @@ class Generation(jinja2.ext.Extension):
         return said
 
 
+# Rendering follows transformers 5.24: the same sandbox, options, filters and functions. An attribute that Jinja's
+# sandbox hides is an immediate error here, not a value that prints as empty.
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with an error on access to a hidden attribute, even if the value is not used."""
+    """Jinja's sandbox, with an error on access to a hidden attribute, even if the value is unused."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        """Raise the error for a hidden attribute of this object."""
+        """Raise SecurityError for a hidden attribute."""
         raise jinja2.sandbox.SecurityError(f"it reads the attribute {attribute!r} of a {type(obj).__name__}")
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Variables that outlive a loop; names with a leading underscore are refused."""
+    """Variables that outlive a loop; names with a leading underscore are rejected."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
@@ -79,18 +78,18 @@ class Namespace(jinja2.utils.Namespace):
 
 
 class Dictionaries:
-    """``dict`` as called by templates."""
+    """``dict`` as templates call it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Return a dictionary of these keys."""
+        """Return a dictionary with these keys."""
         return dict.fromkeys(*args)
 
 
 def environment(now: datetime.datetime) -> Any:
-    """Return the sandbox with the functions that templates of ``transformers`` may call."""
+    """Build the sandbox with the functions that ``transformers`` templates may call."""
     sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     sandbox.filters["tojson"] = _to_json
     sandbox.globals |= {
@@ -103,9 +102,11 @@ def environment(now: datetime.datetime) -> Any:
 
 
 def main() -> None:
-    """Answer lines until the input ends."""
+    """Answer requests until the input ends."""
+    # A template may write no files, and a crash no core dump.
     _limit(resource.RLIMIT_FSIZE, 0)
     _limit(resource.RLIMIT_CORE, 0)
+    # RLIMIT_AS limits address space, which exceeds resident memory (in KiB here); 2**28 bytes cover the difference.
     own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + 2**28
     first = json.loads(sys.stdin.readline())
     _allow(own_bytes, len(first["template"]))
@@ -126,15 +127,17 @@ def main() -> None:
 
 
 def _rendered(sandbox: Any, template: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return a conversation's text, the character spans that the template marks, and the lengths of its beginnings.
+    """Render a conversation; return its text, marked character spans, and the lengths of its beginnings.
 
-    Spans are None if a mark is not at the position of its text. ``beginnings`` lists numbers of messages, each with or
-    without a prompt for the next one; each gives the length of its text, or an error message.
+    Spans are None if a mark is not at its text's position. ``beginnings`` lists message counts, each with or without a
+    prompt for the next reply; the result for each is its text length, "" if the full text starts differently, or an
+    error message.
     """
     beginnings = values.pop("beginnings")
     text, spans = _text_of(sandbox, template, values)
     found: list[int | str] = []
     for num_messages, prompts in beginnings:
+        # This text is empty, and many templates would fail on it.
         if not num_messages and not prompts:
             found.append(0)
             continue
@@ -142,6 +145,7 @@ def _rendered(sandbox: Any, template: Any, values: dict[str, Any]) -> dict[str, 
         try:
             beginning, _ = _text_of(sandbox, template, part)
         except jinja2.sandbox.SecurityError:
+            # A sandbox violation disqualifies the template, not only this conversation.
             raise
         except jinja2.TemplateError as error:
             found.append(f"the template refuses the messages up to it: {error}")
@@ -159,14 +163,14 @@ def _text_of(sandbox: Any, template: Any, values: dict[str, Any]) -> tuple[str, 
     for block in template.generate(**values):
         sandbox.blocks.append(block)
     text = "".join(sandbox.blocks)
-    # Text marked in a macro or {% set %} is written later, and elsewhere.
+    # Text marked in a macro or {% set %} is written later, at another position.
     if any(not text.startswith(said, start) for start, said in sandbox.marks):
         return text, None
     return text, [(start, start + len(said)) for start, said in sandbox.marks]
 
 
 def _answer(action: Callable[[], dict[str, Any]]) -> None:
-    """Write the result of an action, or the exception that it raises."""
+    """Write an action's result, or the exception that it raises."""
     try:
         answer = action()
         line = json.dumps(answer)
@@ -187,15 +191,16 @@ def _answer(action: Callable[[], dict[str, Any]]) -> None:
 
 
 def _allow(own_bytes: int, characters: int, times: int = 1) -> None:
-    """Limit memory and time for rendering so many characters, ``times`` times."""
+    """Limit memory and CPU time for rendering so many characters, ``times`` times."""
     _limit(resource.RLIMIT_AS, own_bytes + _MEMORY_BYTES + characters * _MEMORY_PER_CHARACTER)
     used = resource.getrusage(resource.RUSAGE_SELF)
+    # RLIMIT_CPU counts from the start of the process.
     seconds = used.ru_utime + used.ru_stime + _SECONDS + times * characters / _CHARACTERS_PER_SECOND
     _limit(resource.RLIMIT_CPU, int(seconds) + 1)
 
 
 def _limit(what: int, most: int) -> None:
-    # Only the soft limit: the next conversation gets more.
+    # Only the soft limit, so that the next conversation can raise it.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
 

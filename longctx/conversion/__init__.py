@@ -1,4 +1,4 @@
-"""Conversion from and to Hugging Face: one table per family (``families``), strict and streaming in both directions."""
+"""Hugging Face conversion: one table per family (``families``), strict and streaming in both directions."""
 
 from longctx.conversion.convert import Conversion, export_checkpoint, import_hf
 from longctx.conversion.deepspeed_folder import import_deepspeed

@@ -1,6 +1,6 @@
-"""Parts of an imported model that the decoder does not have: vision towers, layers for multi-token prediction.
+"""Parts of an imported model that the decoder does not have: vision towers, multi-token prediction layers.
 
-A checkpoint holds their unchanged tensors (``carried*.safetensors``) next to the config.json that describes them
+A checkpoint keeps their tensors unchanged (``carried*.safetensors``), with the config.json that describes them
 (``imported_config.json``). Training does not read them; an export includes them.
 """
 
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 IMPORTED_CONFIG = "imported_config.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""How images become inputs of such a part."""
+"""Settings that turn images into inputs for such a part."""
 _STEM = "carried"
 _WEIGHTS = re.compile(rf"{_STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CarriedPart:
-    """Tensors by their names next to a standalone text model, and the config.json of the full model."""
+    """Tensors with the names that they have next to a standalone text model, and the full model's config.json."""
 
     config: Mapping[str, Any]
     names: tuple[str, ...]
@@ -50,16 +50,16 @@ class CarriedPart:
 
     @property
     def naming(self) -> Naming | None:
-        """Naming of tensors in the full model; None for a standalone text model."""
+        """Tensor naming in the full model; None for a standalone text model."""
         wrapper = wrapper_of(self.config)
         if wrapper is None:
             return None
         return wrapper.naming_of(self.names)
 
     def whole_config(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config.json of all parts, with ``text`` for the text model.
+        """Return config.json for all parts, with ``text`` for the text model.
 
-        Raise ConfigError if the kind of model differs from the imported one.
+        Raise ConfigError if the model type differs from the imported one.
         """
         theirs = unwrapped(self.config)
         if text["model_type"] != theirs["model_type"]:
@@ -68,7 +68,7 @@ class CarriedPart:
                 f"{text['model_type']} now, which has none of them.\n"
                 "Import it with --text-only, which leaves them out."
             )
-        # Keys for layers that only the carried tensors have: the decoder's own config.json says there are none.
+        # Keys for layers that only the carried tensors have: the decoder's own config.json omits them.
         family = FAMILIES[text["model_type"]]
         merged = _with_keys(text, theirs, family.carried_keys)
         if wrapper_of(self.config) is None:
@@ -78,7 +78,7 @@ class CarriedPart:
     def write(self, folder: Path, shard_bytes: int) -> None:
         """Write the tensors next to a checkpoint's own files."""
         write_json(folder / IMPORTED_CONFIG, dict(self.config))
-        # For a wrapped model without other tensors, only the config.json says that it is wrapped.
+        # Without other tensors, only config.json shows that the model is wrapped.
         if not self.names:
             return
         writer = ShardWriter(folder, _STEM, shard_bytes)
@@ -97,13 +97,13 @@ class CarriedPart:
 
 
 def carried_files(names: Mapping[str, Any]) -> list[str]:
-    """Return the files of a checkpoint that belong to carried parts."""
+    """Return a checkpoint's files that belong to carried parts."""
     small = {IMPORTED_CONFIG}.union(PROCESSORS)
     return sorted(name for name in names if name in small or _WEIGHTS.fullmatch(name))
 
 
 def part_of_folder(disk: WeightsFolder, hf_config: Mapping[str, Any], names: Collection[str]) -> CarriedPart | None:
-    """Return the part of a folder with tensors of these names; None if there is none.
+    """Return a folder's part with these tensors, if there is one.
 
     Raise CheckpointError for a tensor with a dtype that cannot be written.
     """
@@ -123,7 +123,7 @@ def part_of_folder(disk: WeightsFolder, hf_config: Mapping[str, Any], names: Col
 
 
 def carried_part(reader: CheckpointReader) -> CarriedPart | None:
-    """Return the carried part of a checkpoint; None if it has none."""
+    """Return a checkpoint's carried part, if it has one."""
     listed = reader.manifest["files"]
     if IMPORTED_CONFIG not in listed:
         return None
@@ -140,11 +140,11 @@ def carried_part(reader: CheckpointReader) -> CarriedPart | None:
 
 
 def _with_keys(text: Mapping[str, Any], original: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return ``text`` with these keys of the original."""
-    # A copy of all tables, so that the caller's are unchanged.
+    """Return ``text`` with these keys from the original."""
+    # A deep copy, so that the caller's tables stay unchanged.
     found: dict[str, Any] = json.loads(json.dumps(text))
     for key in keys:
-        # A dot separates a table from its key.
+        # Dots separate nested tables and the key.
         *tables, last = key.split(".")
         source, target = original, found
         for table in tables:

@@ -1,4 +1,4 @@
-"""Dtype of each converted tensor. Bits are lost only if a user asked for it."""
+"""Dtype of each converted tensor. Bits are lost only on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longctx.errors import CheckpointError
 from longctx.kernels.memory import trim_heap
 
 _BLOCK = 4 * 2**20
-"""Values of a checkpoint read at a time: pages that were read stay resident until the file is closed."""
+"""Checkpoint values to read at a time: pages that were read stay resident until the file is closed."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -27,20 +27,20 @@ def own_dtypes(reader: CheckpointReader) -> dict[str, torch.dtype]:
     origin = reader.manifest["training"].get("imported")
     if origin is None:
         return dict.fromkeys(reader.names(), torch.float32)
-    # An import's manifest lists only the tensors with another dtype than the usual one.
+    # An import's manifest lists only tensors with a dtype other than the default.
     usual = origin.get("dtype", reader.manifest["dtype"])
     return {name: getattr(torch, origin.get("dtypes", {}).get(name, usual)) for name in reader.names()}
 
 
 def export_dtypes(reader: CheckpointReader, asked: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the export dtype per tensor: the requested one, now or at import; otherwise as in ``own_dtypes``.
+    """Return the export dtype per tensor: as requested now or at import, otherwise as in ``own_dtypes``.
 
     A router's correction bias is never narrowed.
     """
     own = own_dtypes(reader)
     origin = reader.manifest["training"].get("imported")
     if origin is not None and asked is None:
-        # The import may have requested another dtype than the model's own.
+        # The import may have requested a dtype other than the model's own.
         default = reader.manifest["dtype"]
         if default != origin.get("dtype", default):
             asked = reader.dtype
@@ -50,7 +50,7 @@ def export_dtypes(reader: CheckpointReader, asked: torch.dtype | None) -> dict[s
 
 
 def lossy_casts(before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> dict[str, int]:
-    """Return the number of tensors cast to a dtype that cannot hold all their values, by ``"float32 → bfloat16"``."""
+    """Count tensors cast to a dtype that cannot hold all their values, by ``"float32 → bfloat16"``."""
     casts = Counter((before[name], after[name]) for name in before)
     # A dtype holds all values of another if the two promote to it.
     return {
@@ -61,13 +61,13 @@ def lossy_casts(before: Mapping[str, torch.dtype], after: Mapping[str, torch.dty
 
 
 def read_master(reader: CheckpointReader, name: str, dtype: torch.dtype, *, exactly: bool = False) -> Tensor:
-    """Read a checkpoint's tensor, cast to ``dtype``; besides the result, memory holds one block.
+    """Read a checkpoint tensor, cast to ``dtype``; in addition to the result, memory holds one block.
 
     Raise CheckpointError if a value would become infinite, or if ``exactly`` is set and a value would change.
     """
     shape = reader.shape(name)
     if math.prod(shape) >= _BLOCK:
-        # What the tensors before have freed, and the C library has kept, would add to the peak of this one.
+        # Memory that earlier tensors freed and the C library kept would add to this tensor's peak.
         trim_heap()
     tensor = torch.empty(shape, dtype=dtype)
     flat = tensor.view(-1)

@@ -1,4 +1,4 @@
-"""Writer of a stream of weights as a checkpoint of step 0: fp32 masters, no optimiser moments."""
+"""Writer for streamed weights as a step-0 checkpoint: float32 master weights, no optimizer moments."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ def save_masters(
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a decoder's tensors as a checkpoint of step 0 and return its folder, which appears complete or not at all.
+    """Write a decoder's tensors as a step-0 checkpoint and return its folder, which appears complete or not at all.
 
-    ``tensors`` come in any order, each exactly once; memory holds one. ``dtype`` is the default dtype of exports of the
-    checkpoint, ``training`` the manifest's entry of that name, written after the last tensor. ``carried`` maps new
-    names to files to copy, the tokenizer's included. ``other_parts`` belong to the model that the decoder was taken
-    from. Every tensor is read back. Raise CheckpointError if the tensors do not match the config.
+    ``tensors`` come in any order, each exactly once; memory holds one. ``dtype`` is the checkpoint's default export
+    dtype, ``training`` the manifest entry with that name, written after the last tensor. ``carried`` maps new names to
+    files to copy, including the tokenizer. ``other_parts`` come from the same model as the decoder. Every tensor is
+    read back. Raise CheckpointError if the tensors do not match the config.
     """
     shapes = parameter_shapes(config)
+    # Renamed into place at the end, so that readers never see a partial checkpoint.
     with staged_folder(output, error=CheckpointError) as staging:
         writer = ShardWriter(staging, ROLES[0], shard_bytes)
         for done, (name, tensor) in enumerate(each_once(tensors, shapes), start=1):
             writer.add_flat(name, tensor.reshape(-1), torch.float32, (tensor.numel(),))
             if progress is not None:
                 progress(done, len(shapes))
-        # The files have their final names now, so the manifest can list them.
+        # Files have their final names now, so the manifest can list them.
         file_of = writer.finish()
         if other_parts is not None:
             other_parts.write(staging, shard_bytes)
@@ -68,13 +69,13 @@ def save_masters(
             "training": training,
         }
         write_json(staging / MANIFEST, manifest | {"hash": canonical_hash(manifest)})
-        # The reader checks that one file holds every value of every tensor.
+        # Opening it checks that one file holds every value of every tensor.
         CheckpointReader(staging).close()
     return output
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """Return the manifest's entry of a file; only files that are read in parts have block hashes."""
+    """Return a file's manifest entry; only files that are read in parts have block hashes."""
     entry = describe_file(path)
     # A tokenizer is small and read in full: one hash is enough.
     if path.suffix != ".safetensors":
@@ -83,6 +84,6 @@ def _described(path: Path) -> dict[str, Any]:
 
 
 def _entry(name: str, shape: tuple[int, ...], file: str) -> dict[str, Any]:
-    """Return the manifest's entry of a tensor that is stored in one file."""
+    """Return the manifest entry for a tensor in one file."""
     piece = {"file": file, "key": name, "start": 0, "numel": torch.Size(shape).numel()}
     return {"shape": list(shape), "roles": {ROLES[0]: [piece]}}

@@ -15,7 +15,7 @@ from longctx.errors import CheckpointError
 def check_folders(source: str | Path, output: str | Path) -> None:
     """Raise CheckpointError if the input does not exist, or if the output is within it.
 
-    For a run, only its newest checkpoint is read, so the output may be elsewhere in the run's folder.
+    From a run, only the newest checkpoint is read, so the output may be elsewhere in the run's folder.
     """
     source, output = Path(source), Path(output)
     if not source.is_dir():
@@ -31,7 +31,7 @@ def check_folders(source: str | Path, output: str | Path) -> None:
 
 
 def open_checked(checkpoint: str | Path) -> CheckpointReader:
-    """Return a reader of a checkpoint, or of a run's newest, with all hashes and tensors checked."""
+    """Open a checkpoint, or a run's newest, and check all hashes and tensors."""
     reader = CheckpointReader(find_checkpoint(checkpoint))
     check_hashes(reader)
     check_tensors(reader)
@@ -39,7 +39,7 @@ def open_checked(checkpoint: str | Path) -> CheckpointReader:
 
 
 def check_hashes(reader: CheckpointReader) -> None:
-    """Raise CheckpointError naming every file of the checkpoint that differs from its manifest."""
+    """Raise CheckpointError naming every file that differs from the checkpoint's manifest."""
     problems = reader.verify()
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
@@ -48,15 +48,15 @@ def check_hashes(reader: CheckpointReader) -> None:
 
 
 def check_tensors(reader: CheckpointReader) -> None:
-    """Raise CheckpointError unless the checkpoint has exactly the tensors of its own config, with their shapes."""
+    """Raise CheckpointError unless the checkpoint has exactly its config's tensors, with their shapes."""
     check_model(reader.manifest, str(reader.folder))
 
 
 def check_model(manifest: dict[str, Any], folder: str) -> None:
-    """Check the same from the manifest of ``folder`` alone: the files may be elsewhere, if it is one of a store."""
+    """Check the same from the manifest alone: for ``folder`` in a store, the files may be elsewhere."""
     config = ModelConfig.from_dict(manifest["model"])
     held = {name: tuple(entry["shape"]) for name, entry in manifest["tensors"].items()}
-    # First: it bounds the cost of comparing the names and shapes that the config implies.
+    # First, because it bounds the cost of listing the names and shapes that the config implies.
     check_size(config, held.values(), f"{folder}/{MANIFEST}")
     meant = parameter_shapes(config)
     wrong = [f"{n} {held[n]} instead of {meant[n]}" for n in held.keys() & meant.keys() if held[n] != meant[n]]

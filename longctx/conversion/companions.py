@@ -1,7 +1,6 @@
 """Files next to a model's weights that a round trip must keep: tokenizer, settings, licence and model card.
 
-A checkpoint carries them byte for byte. Only files with known names are carried; others in the folder are left behind,
-and the log names them.
+A checkpoint carries them byte for byte. Only files with known names are carried; the log names the others.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ log = logging.getLogger(__name__)
 
 _CARD = "readme"
 _NOTICE = re.compile(rf"(licen[sc]e|copying|notice|use_policy|{_CARD})([._-][A-Za-z0-9._+-]{{1,80}})?", re.IGNORECASE)
-"""Licences, what they ask to pass on, and the model card."""
+"""Licences, notices that they ask to pass on, and the model card."""
 _MOST_NOTICE_BYTES = 4 * 2**20
 _MOST_NOTICES = 16
 _NOT_NAMED = (".gitattributes", ".gitignore", ".DS_Store")
-"""Files that belong to no model."""
+"""Files that belong to no model, and need no warning."""
 
 
 def find_companions(folder: Path, *, of_images: bool = False) -> dict[str, Path]:
-    """Return the folder's files to carry, by their names in a checkpoint; with ``of_images`` also those of other parts.
+    """Return the folder's files to carry, by checkpoint name; ``of_images`` adds image processor settings.
 
-    Raise CheckpointError for a link that leads out of the folder, and for a Git LFS pointer.
+    Raise CheckpointError for a link out of the folder, for a Git LFS pointer, and for a file that is too large.
     """
     found: dict[str, Path] = {}
     for name in CARRIED_FILES + PROCESSORS * of_images:
         path = folder / name
-        # A dangling link does not exist; it is refused instead of left out.
+        # A dangling link does not exist; it is rejected instead of left out.
         if path.exists() or path.is_symlink():
             found[name] = checked_path(folder, name, named_by=folder)
     try:
@@ -50,7 +49,7 @@ def find_companions(folder: Path, *, of_images: bool = False) -> dict[str, Path]
     except DataError as error:
         raise CheckpointError(str(error)) from error
     found |= find_notices(folder)
-    # Copied into every checkpoint of a run: no file of this kind is larger.
+    # Every checkpoint in a run gets a copy, so the size is bounded: no such file is larger.
     for path in found.values():
         check_is_fetched(path)
         if path.stat().st_size > MOST_TOKENIZER_BYTES:
@@ -70,23 +69,23 @@ def find_notices(folder: Path, *, card: bool = True) -> dict[str, Path]:
     found = {name: checked_path(folder, name, named_by=folder) for name in names if not (folder / name).is_dir()}
     if not card:
         found = {name: path for name, path in found.items() if not name.lower().startswith(_CARD)}
-    # Every checkpoint of a run has a copy of each.
+    # Every checkpoint in a run has a copy of each.
     small = {name: path for name, path in found.items() if path.stat().st_size <= _MOST_NOTICE_BYTES}
     return dict(list(small.items())[:_MOST_NOTICES])
 
 
 def read_notices(folder: Path) -> dict[str, bytes]:
-    """Return licences and notices of the model that a run starts from; the run's own checkpoints hold them too."""
+    """Read licences and notices from the model that a run starts from; the run's own checkpoints keep them."""
     return {name: path.read_bytes() for name, path in find_notices(folder, card=False).items()}
 
 
 def is_notice(name: str) -> bool:
-    """Return whether a file of this name is a licence, a notice or a model card."""
+    """Return True if a file name is a licence's, a notice's or a model card's."""
     return _NOTICE.fullmatch(name) is not None
 
 
 def log_left_behind(folder: Path, used: Iterable[str]) -> None:
-    """Warn about files of a Hugging Face folder that are left behind; ``used`` are the files that are converted."""
+    """Warn about files that a conversion leaves behind; ``used`` lists the converted files."""
     # By name, not by content: files with known names that are too large, and folders, are reported too.
     used = set(used).union(_NOT_NAMED)
     left: list[str] = []
@@ -104,30 +103,31 @@ def log_left_behind(folder: Path, used: Iterable[str]) -> None:
 
 
 def log_passed_over(folder: Path, keys: Mapping[str, Any]) -> None:
-    """Warn about keys of config.json that do not affect the network; exports do not have them."""
+    """Warn about config.json keys that do not affect the network; exports omit them."""
     if keys:
         named = listing(f"{key}={shown(value)}" for key, value in keys.items())
         log.warning("%s/config.json: passed over, as by transformers, and left out of exports: %s.", folder, named)
 
 
 def carried_names(reader: CheckpointReader) -> list[str]:
-    """Return the carried files of a checkpoint, as its manifest lists them."""
+    """Return a checkpoint's carried files, as its manifest lists them."""
     files = reader.manifest["files"]
     others = sorted(name for name in files if is_template(name) or is_notice(name) or name in PROCESSORS)
     return [name for name in CARRIED_FILES if name in files] + others
 
 
 def has_own_tokenizer(reader: CheckpointReader) -> bool:
-    """Return whether a checkpoint carries Hugging Face tokenizer files, which are then exported unchanged."""
+    """Return True if a checkpoint carries Hugging Face tokenizer files, which are then exported unchanged."""
     return any(name in FAST_FILES for name in carried_names(reader))
 
 
 def copy_companions(files: Mapping[str, Path], output: Path) -> list[str]:
-    """Copy carried files to their places in a Hugging Face folder, check the bytes, and return these places."""
+    """Copy carried files into a Hugging Face folder, check the bytes, and return their paths there."""
     for name, path in files.items():
         copy = output / hf_path(name)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
+        # A faulty disk may not raise an error.
         if copy.read_bytes() != path.read_bytes():
             raise CheckpointError(f"{name} did not come back from {output} as it was written. Check the disk.")
     return [hf_path(name) for name in files]

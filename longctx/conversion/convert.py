@@ -50,7 +50,7 @@ from longctx.tokenizer.load import GENERATION_CONFIG, JSON_FILE, MODEL_FILE, has
 from longctx.tokenizer.templates import hf_path
 
 Progress = Callable[[str, int, int], None]
-"""A function that takes what is done to tensors (``written``, ``verified``), to how many, and of how many."""
+"""Callback with the action on tensors (``written``, ``verified``), the number done, and the total."""
 
 Items = Iterable[tuple[str, Tensor]]
 
@@ -59,20 +59,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Result of a conversion, and of its verification."""
+    """Result of a conversion and its verification."""
 
     folder: Path
     dtype: torch.dtype
-    """Widest dtype of the weights that were written; of a checkpoint, what its exports default to."""
+    """Widest dtype among the written weights; for a checkpoint, its default export dtype."""
     lossy_casts: dict[str, int]
-    """Tensors that lost bits because it was asked for, by ``"float32 → bfloat16"``."""
+    """Tensors that lost bits on request, by ``"float32 → bfloat16"``."""
     carried: tuple[str, ...]
-    """Files beside the weights that came along byte for byte."""
+    """Files copied byte for byte along with the weights."""
     tensors: TensorCheck | None
-    """None where nothing was to be verified."""
+    """None if verification was disabled."""
     logits: LogitsCheck | None
     no_logits: str | None
-    """Why logits could not be compared; None also where nobody asked."""
+    """Why logits could not be compared; None also if that was not requested."""
 
 
 def export_checkpoint(
@@ -87,12 +87,12 @@ def export_checkpoint(
 ) -> Conversion:
     """Write a checkpoint (or a run's newest) as a Hugging Face folder, with its tokenizer.
 
-    Tokenizer files of an import are written unchanged; a standalone SentencePiece model is exported as a fast
-    tokenizer. ``tokenizer`` names another one to export instead, or is "none". ``dtype`` requests a cast that may lose
-    bits. Without it, a trained model is written as its float32 masters, and an imported one that was not trained since
-    in its own dtypes. The checkpoint's hashes are checked first. ``verify`` (see ``verify.KINDS``) reads every
-    parameter back through the table and compares its bytes with the source's, and compares logits with transformers'.
-    The folder appears verified or not at all.
+    An import's tokenizer files are written unchanged; a standalone SentencePiece model is exported as a fast tokenizer.
+    ``tokenizer`` names another one to export instead, or is "none". ``dtype`` requests a cast that may lose bits.
+    Without it, a trained model is written as float32 master weights, and an imported one that was not trained since in
+    its own dtypes. The checkpoint's hashes are checked first. ``verify`` (see ``verify.KINDS``) reads every parameter
+    back through the table, compares its bytes with the source's, and compares logits with transformers'. The folder
+    appears verified or not at all.
     """
     check_kind(verify)
     check_folders(checkpoint, output)
@@ -101,7 +101,7 @@ def export_checkpoint(
     config, origin, other_parts = model_config(reader), training.get("imported", {}), carried_part(reader)
     dtypes = export_dtypes(reader, dtype)
     written, size = _widest(dtypes), _num_values(reader)
-    # For a run that started from an import, its manifest has it.
+    # A run that started from an import has the type in its own manifest.
     model_type = family_of(config, model_type=origin.get("model_type", training.get("model_type"))).model_type
     no_logits = _why_no_logits(verify, config, size, written, model_type)
     written_tokenizer, copied = _choose_tokenizer(reader, tokenizer)
@@ -126,10 +126,10 @@ def export_checkpoint(
         carried = copy_companions({name: reader.folder / name for name in copied}, staging)
         tensors, logits = None, None
         if verify != "none":
-            # Through the table that reads external folders, so that a mistake in writing cannot cancel itself out.
+            # Read back through the table for external folders, so that a writing mistake cannot cancel itself out.
             back = HfReader(staging, mtp=config.mtp_layers > 0)
             tensors = prints.check(chain(_counted(back, len(dtypes), progress), back.carried or ()), "the output")
-        # After the tensors, which are cheap: the logits of a wrong tensor add no information.
+        # After the tensors, which are cheap: a wrong tensor's logits add no information.
         if no_logits is None:
             logits = compare_logits(config, masters, staging, num_parameters=size, dtype=written)
     return Conversion(
@@ -147,7 +147,7 @@ def _choose_tokenizer(reader: CheckpointReader, chosen: str | Path | None) -> tu
         return None, settings + notices
     if chosen is not None:
         return load_tokenizer(chosen), notices
-    # Files that transformers reads are written unchanged; without them the SentencePiece model is exported.
+    # Files that transformers reads are copied unchanged; without them, the SentencePiece model is exported.
     if has_own_tokenizer(reader):
         return None, names
     if has_tokenizer(reader.folder):
@@ -156,7 +156,7 @@ def _choose_tokenizer(reader: CheckpointReader, chosen: str | Path | None) -> tu
 
 
 def _token_ids(reader: CheckpointReader, origin: dict[str, Any], copied: list[str]) -> dict[str, Any] | None:
-    """Return the ids for config.json: an import's own, or those of the copied tokenizer files."""
+    """Return the ids for config.json: an import's own, or those in the copied tokenizer files."""
     if "token_ids" in origin:
         return origin["token_ids"]
     if any(name in copied for name in (MODEL_FILE, JSON_FILE)):
@@ -182,15 +182,14 @@ def import_hf(
     source_id: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Write a Hugging Face folder as a checkpoint of step 0 to train from.
+    """Write a Hugging Face folder as a step-0 checkpoint to train from.
 
-    It holds fp32 masters and no optimiser moments. ``dtype`` is the default dtype of its exports (default: each
-    tensor's own). Tokenizer files and generation settings are copied byte for byte (``companions``), and so are the
-    tensors of parts that the decoder does not have (``carried``), unless ``text_only``. With ``mtp``, blocks for
-    multi-token prediction become part of the decoder, to be trained. ``verify`` (see ``verify.KINDS``) reads every
-    master back and compares it, cast to its original dtype, with the source's bytes, and compares logits with
-    transformers'. ``source_id`` is stored in the manifest, for a caller that wants to identify the source later. The
-    checkpoint appears verified or not at all.
+    It holds float32 master weights without optimizer moments. ``dtype`` is its default export dtype (default: each
+    tensor's own). Tokenizer files and generation settings are copied byte for byte, and so are tensors from parts that
+    the decoder does not have, unless ``text_only``. With ``mtp``, multi-token prediction blocks become part of the
+    decoder, to be trained. ``verify`` (see ``verify.KINDS``) reads every master weight back, compares it, cast to its
+    original dtype, with the source's bytes, and compares logits with transformers'. ``source_id`` is stored in the
+    manifest, so that a caller can identify the source later. The checkpoint appears verified or not at all.
     """
     check_kind(verify)
     check_folders(folder, output)
@@ -200,7 +199,7 @@ def import_hf(
     companions = find_companions(reader.folder, of_images=other_parts is not None)
     log_left_behind(reader.folder, reader.files().union(map(hf_path, companions)))
     source_dtype = reader.dtype
-    # Before anything is written: a conversion that cannot be verified as requested ends here.
+    # Before anything is written: a conversion that cannot be verified as requested fails here.
     size = _num_values(reader)
     no_logits = _why_no_logits(verify, reader.config, size, source_dtype, reader.model_type_on_disk, reader=reader)
     log_remarks(reader.folder, reader.config.vocab_size)
@@ -210,13 +209,13 @@ def import_hf(
         "model_type": reader.model_type,
         "token_ids": reader.token_ids,
         "dtype": dtype_name(source_dtype),
-        "dtypes": {},  # of the tensors that have another dtype; filled as they are read
+        "dtypes": {},  # for tensors that have another dtype; filled as they are read
     }
     if source_id is not None:
         origin["source"] = source_id
 
     def source() -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters, and record the dtype of each."""
+        """Yield the parameters, recording each dtype."""
         for name, tensor in reader:
             dtypes[name] = tensor.dtype
             if tensor.dtype != source_dtype:
@@ -237,13 +236,15 @@ def import_hf(
         )
         tensors, logits = None, None
         if verify != "none":
-            # Masters are float32, the source's hashes of its own dtype: each is cast back, which must not lose bits.
+            # Masters are float32, but the source was hashed in its own dtypes: cast each back, which must not lose
+            # bits.
             written = CheckpointReader(staging)
             check_tensors(written)
             back = ((name, read_master(written, name, dtypes[name], exactly=True)) for name in written.names())
             others = carried_part(written) or ()
             tensors = prints.check(chain(_counted(back, len(dtypes), progress), others), "the output")
         if no_logits is None:
+            # From the written checkpoint, so that the comparison covers the full import.
             masters = partial(_masters, CheckpointReader(staging), dict.fromkeys(dtypes, torch.float32))
             logits = compare_logits(reader.config, masters, reader.folder, num_parameters=size, dtype=source_dtype)
     return Conversion(
@@ -253,7 +254,7 @@ def import_hf(
 
 
 def _parts_to_carry(reader: HfReader, *, text_only: bool) -> CarriedPart | None:
-    """Return the parts to carry besides the decoder; log them, or the parts that are left out."""
+    """Return the parts to carry in addition to the decoder; log them, or the parts that are left out."""
     parts = reader.carried
     if parts is None:
         return None
@@ -273,10 +274,10 @@ def _why_no_logits(
     *,
     reader: HfReader | None = None,
 ) -> str | None:
-    """Return why logits are not compared; None if they are, empty if that was not requested.
+    """Return why logits are not compared: None if they are, empty if that was not requested.
 
-    ``model_type`` is that of the folder which transformers would load, and ``reader`` is given if we did not write it.
-    Raise ConfigError if they were requested and cannot be compared.
+    ``model_type`` is for the folder that transformers would load, and ``reader`` is given if we did not write it. Raise
+    ConfigError if logits were requested and cannot be compared.
     """
     if verify not in ("auto", "logits"):
         return ""
@@ -291,7 +292,7 @@ def _why_no_logits(
 
 
 def _why_not_loaded(reader: HfReader) -> str | None:
-    """Return why transformers does not load a folder that we read; None if it does, as far as is known."""
+    """Return why transformers cannot load a folder that we read; None if it can, as far as is known."""
     if not has_usual_names(reader.folder):
         return f"transformers does not find weights of the names that they have in {reader.folder}"
     if reader.quantization is not None and find_spec("accelerate") is None:
@@ -313,7 +314,7 @@ def _recorded(items: Items, prints: Fingerprints, verify: str) -> Items:
 
 
 def _recorded_part(part: CarriedPart | None, prints: Fingerprints, verify: str) -> CarriedPart | None:
-    """Return the other parts of a model, recorded like its parameters."""
+    """Return a model's other parts, recorded like its parameters."""
     if part is None or verify == "none":
         return part
     read = part.read
@@ -321,14 +322,14 @@ def _recorded_part(part: CarriedPart | None, prints: Fingerprints, verify: str) 
 
 
 def _count_written(progress: Progress | None) -> Callable[[int, int], None] | None:
-    """Return the progress callback for the writers: the same one, bound to "written"."""
+    """Return the progress callback for the writers, bound to "written"."""
     if progress is None:
         return None
     return partial(progress, "written")
 
 
 def _counted(items: Items, total: int, progress: Progress | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the items, and count each as verified after it was consumed."""
+    """Yield the items, and report each as verified after it was consumed."""
     for done, item in enumerate(items, start=1):
         yield item
         if progress is not None:
@@ -341,5 +342,5 @@ def _widest(dtypes: dict[str, torch.dtype]) -> torch.dtype:
 
 
 def _num_values(reader: CheckpointReader | HfReader) -> int:
-    """Return the number of values in a model's parameters and buffers."""
+    """Count the values in a model's parameters and buffers."""
     return sum(torch.Size(reader.shape(name)).numel() for name in reader.names())

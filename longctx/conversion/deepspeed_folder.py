@@ -1,6 +1,6 @@
-"""Import of DeepSpeed checkpoints as checkpoints of step 0, by DeepSpeed's own tool, in a separate process.
+"""Import of DeepSpeed checkpoints as step-0 checkpoints, by DeepSpeed's own tool in a separate process.
 
-Its files are pickles that cannot be read without executing them: they hold the run's settings and arguments besides the
+Its files are pickles that cannot be read without executing them: they hold the run's settings and arguments as well as
 tensors. So the import requires a flag, and the executed code neither runs in this process nor sees its secrets.
 """
 
@@ -26,7 +26,7 @@ TOOL = "deepspeed.utils.zero_to_fp32"
 CONFIG = "config.json"
 LATEST = "latest"
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR", "DS_ACCELERATOR", "VIRTUAL_ENV")
-"""Variables of the environment that the tool gets: no token and no password is among them."""
+"""Environment variables that the tool gets: no token and no password is among them."""
 TIMEOUT_SECONDS = 24 * 3600
 _LAST_WORDS = 400
 
@@ -34,21 +34,23 @@ _LAST_WORDS = 400
 def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles: bool, **options: Any) -> Conversion:
     """Import a Hugging Face model saved by ``DeepSpeedEngine.save_checkpoint``, ZeRO 1 to 3.
 
-    ``source`` is the folder with ``latest`` and ``global_stepN``; it must hold the model's ``config.json``, and its
-    tokenizer if that is to be kept. Weights are taken from the float32 masters; moments are left behind. ``options``
-    are those of ``import_hf``. Memory holds all float32 weights, and during the import a second copy is on disk next to
-    the output. Raise CheckpointError without ``execute_pickles``, which allows the files to execute any code; for a
-    folder that is not DeepSpeed's or has no config; and, with DeepSpeed's last output, if the tool fails.
+    ``source`` is the folder with ``latest`` and ``global_stepN``; it must contain the model's ``config.json``, and its
+    tokenizer if that is to be kept. Weights come from the float32 master weights; moments are left behind. ``options``
+    are passed to ``import_hf``. Memory holds all float32 weights, and during the import a second copy is on disk next
+    to the output.
+
+    Raise CheckpointError without ``execute_pickles``, which allows the files to execute any code; for a folder that is
+    not DeepSpeed's or has no config; and, with DeepSpeed's last output, if the tool fails.
     """
     source, output = Path(source), Path(output)
     check_folders(source, output)
     _check_source(source)
     if not execute_pickles:
         refuse_foreign(source)
-    # Before the tool runs for hours.
+    # Fail early: the tool may run for hours.
     check_free(output, CheckpointError)
     checked_path(source, CONFIG, named_by=source)
-    # A Git LFS pointer has the name of a state file and none of its bytes.
+    # A Git LFS pointer has a state file's name but not its bytes.
     for path in [source / CONFIG, source / LATEST, *source.rglob("*_states.pt")]:
         check_is_fetched(path)
     companions = find_companions(source)
@@ -60,7 +62,7 @@ def import_deepspeed(source: str | Path, output: str | Path, *, execute_pickles:
         weights = Path(folder) / source.name
         weights.mkdir()
         _run_tool(source, weights)
-        # Next to the weights: ``import_hf`` reads one folder.
+        # ``import_hf`` reads a single folder.
         shutil.copyfile(source / CONFIG, weights / CONFIG)
         copy_companions(companions, weights)
         return import_hf(weights, output, **options)
@@ -92,7 +94,7 @@ def _check_source(source: Path) -> None:
 def _run_tool(source: Path, output: Path) -> None:
     command = [sys.executable, "-m", TOOL, str(source), str(output), "--safe_serialization"]
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    # Not in this process: a pickle could read a trainer's tokens and open files.
+    # In a separate process: a pickle could read a trainer's tokens and open files.
     done = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )

@@ -1,4 +1,4 @@
-"""Error messages that name mismatched tensors, on one screen."""
+"""Error messages for mismatched tensors, short enough for one screen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from longctx.errors import CheckpointError
 
 
 def listing(names: Iterable[str], limit: int = 12) -> str:
-    """Return the first names in order, and the number of the others."""
+    """Return the first names in sorted order, and the number of remaining ones."""
     ordered = sorted(names)
     text = ", ".join(ordered[:limit]) or "none"
     if len(ordered) > limit:

@@ -1,7 +1,7 @@
 """Hugging Face folders: ``HfReader`` streams one in, ``save_hf`` streams one out, by the tables in ``families``.
 
-Memory holds one parameter at a time and its tensors on disk. A writer also holds parameters that wait for others of the
-same tensor on disk (queries, keys and values of GPT-2).
+Memory holds one parameter at a time and its tensors on disk. A writer also holds parameters that wait for others in the
+same tensor on disk (GPT-2's queries, keys and values).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from longctx.tokenizer import Tokenizer, load_tokenizer
 from longctx.tokenizer.hard_texts import HARD_TEXTS
 
 Progress = Callable[[int, int], None]
-"""A function that takes the number of parameters done so far, and of all."""
+"""Callback with the number of parameters done, and the total."""
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +59,11 @@ TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class HfReader:
     """Hugging Face model as the decoder's parameters, one at a time, in their dtypes on disk.
 
-    Everything is checked on opening: each tensor on disk belongs to exactly one parameter, and has its shape.
+    Opening checks that each tensor on disk belongs to exactly one parameter, and has its shape.
     """
 
     def __init__(self, folder: str | Path, *, mtp: bool = False) -> None:
-        """Open the folder; ``mtp`` adds its blocks for multi-token prediction, or raises ConfigError without them."""
+        """Open the folder; ``mtp`` adds its multi-token prediction blocks, or raises ConfigError without them."""
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(
@@ -76,14 +76,15 @@ class HfReader:
         text = unwrapped(hf_config)
         _check_has_mtp(self.folder, self.config, wanted=mtp)
         self.model_type: str = text["model_type"]
-        """The text model's, if there are other parts; of several names of one network the one that is written."""
+        """The text model's type, if there are other parts; if a network has several names, the one that is written."""
         self.model_type_on_disk: str = hf_config["model_type"]
         self.passed_over = passed_over(hf_config)
-        """Keys of config.json that other tools left there, and that no network reads."""
+        """Keys in config.json that other tools left there, and that no network reads."""
+        # As transformers' classes do, fill in defaults for absent token ids.
         named = {**FAMILIES[self.model_type].absent_ids, **text}
         self.token_ids = {key: _token_id(key, named.get(key)) for key in _token_id_keys(self.config)}
         self.quantization = quantization_of(text)
-        """How some weights are stored, which are read as bfloat16; None if none is quantised."""
+        """Scheme for quantised weights, which are read as bfloat16; None without quantisation."""
         self._disk = WeightsFolder(self.folder)
         if self.quantization is not None:
             self._disk = DequantizedFolder(self._disk, self.quantization)
@@ -91,10 +92,11 @@ class HfReader:
         wrapper = wrapper_of(hf_config)
         if wrapper is not None:
             self._disk = RenamedFolder(self._disk, wrapper)
-        # Names and shapes come from the headers: a mismatching folder is refused before a value is read.
+        # Names and shapes come from the headers: a mismatched folder is rejected before any value is read.
         on_disk, carried = self._names_on_disk(text)
         self.carried = part_of_folder(self._disk, hf_config, carried)
-        """Parts that the decoder does not have; None if there are none."""
+        """Parts that the decoder does not have, if any."""
+        # Before the specs: the files bound the model size that the config may claim.
         check_size(self.config, [self._disk.shape(name) for name in on_disk], str(self.folder))
         self._specs = {spec.name: spec for spec in tensor_specs(self.config, model_type=self.model_type)}
         self._layouts = {name: self._choose_layout(spec, on_disk) for name, spec in self._specs.items()}
@@ -112,15 +114,15 @@ class HfReader:
         return reduce(torch.promote_types, {self._disk.dtype(part.name) for layout in layouts for part in layout.parts})
 
     def files(self) -> set[str]:
-        """Return the files of the folder that the model is read from."""
+        """Return the folder's files that the model is read from."""
         return self._disk.files() | {"config.json"}
 
     def names(self) -> list[str]:
-        """Return the names of the decoder's parameters, in the model's order."""
+        """Return the decoder's parameter names, in model order."""
         return list(self._specs)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a parameter."""
+        """Return a parameter's shape."""
         return self._specs[name].shape
 
     def read(self, name: str) -> Tensor:
@@ -135,14 +137,14 @@ class HfReader:
             yield name, self.read(name)
 
     def _names_on_disk(self, text: dict[str, Any]) -> tuple[set[str], set[str]]:
-        """Return the tensors on disk of parameters, and those of other parts; warn about heads that are left out."""
+        """Return the disk tensors that belong to parameters, and those of other parts; warn about omitted heads."""
         names = self._disk.names()
         family = FAMILIES[self.model_type]
         count = 0
         if family.mtp is not None:
             count = text.get(family.mtp.key, 0)
         names = {name for name in names if not matches(family.ignored_tensors, name)}
-        # Before heads: a layer for multi-token prediction has its own head.
+        # Before heads: a multi-token prediction layer has its own head.
         carried = {name for name in names if is_carried(name, family, self.config, count)}
         if isinstance(self._disk, RenamedFolder):
             carried |= {name for name in names if self._disk.naming.is_other(name)}
@@ -158,7 +160,10 @@ class HfReader:
         return names - carried - heads, carried
 
     def _choose_layout(self, spec: TensorSpec, on_disk: set[str]) -> Layout:
-        """Return the first layout that is complete on disk, preferably of the right shapes; else the one we write."""
+        """Return the first layout that is complete on disk, preferably with the right shapes; otherwise the one we
+        write.
+        """
+        # Layouts on disk depend on the transformers version, or on the maker.
         complete = [layout for layout in spec.layouts if all(part.name in on_disk for part in layout.parts)]
         for layout in complete:
             if all(self._disk.shape(part.name) == part.shape for part in layout.parts):
@@ -168,12 +173,12 @@ class HfReader:
     def _check_names(self, on_disk: set[str]) -> None:
         """Raise CheckpointError unless the tensors on disk are exactly the parameters', with the same shapes."""
         parts = {part.name: part.shape for layout in self._layouts.values() for part in layout.parts}
-        # Some tools also save the head of a tied model; a copy of the embeddings is not a separate parameter.
+        # Some tools also save a tied model's head; a copy of the embeddings is not a separate parameter.
         family = FAMILIES[self.model_type]
         copies = dict(family.copies)
         if self.config.tie_embeddings:
             copies[family.head] = self._embeddings
-        # Such a block may have a second copy of tensors that it shares with the model.
+        # A multi-token prediction block may repeat tensors that it shares with the model.
         for copy, parameter in mtp_copies(family, self.config).items():
             copies[copy] = self._layouts[parameter].parts[0].name
         for copy, original in copies.items():
@@ -186,11 +191,11 @@ class HfReader:
 
     @property
     def _embeddings(self) -> str:
-        """Name of the embedding table on disk."""
+        """Embedding table's name on disk."""
         return self._layouts[EMBEDDINGS].parts[0].name
 
     def _check_copy(self, copy: str, original: str) -> None:
-        """Raise CheckpointError if a tensor differs from the one that it should be a copy of."""
+        """Raise CheckpointError if a tensor differs from the one that it should copy."""
         first, second = self._disk.read(copy), self._disk.read(original)
         if first.dtype == second.dtype and torch.equal(first, second):
             return
@@ -216,9 +221,9 @@ def _check_has_mtp(folder: Path, config: ModelConfig, *, wanted: bool) -> None:
 
 
 def load_hf(folder: str | Path, *, mtp: bool = False) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Return the config and the weights of a Hugging Face folder, ready for ``Decoder(config).load_state_dict``.
+    """Return a Hugging Face folder's config and weights, ready for ``Decoder(config).load_state_dict``.
 
-    Weights keep their dtype; with ``mtp`` they include blocks for multi-token prediction. Raise ConfigError or
+    Weights keep their dtype; with ``mtp`` they include multi-token prediction blocks. Raise ConfigError or
     CheckpointError if this decoder cannot be the model.
     """
     reader = HfReader(folder, mtp=mtp)
@@ -240,11 +245,11 @@ def save_hf(
 ) -> Path:
     """Write a model as a folder that transformers loads, and read every tensor back.
 
-    ``tensors`` are the decoder's parameters under their own names, in any order, each exactly once; for an iterator,
-    memory holds one of them. ``dtype`` casts them (default: no cast). ``tokenizer`` is written as by
-    ``export_tokenizer`` and compared with the result in transformers; it also gives the begin, end and padding ids,
-    which otherwise come from ``token_ids``. ``model_type`` chooses if several families have the model's shape.
-    ``carried`` are other parts of the imported model, written with it. The folder appears complete or not at all.
+    ``tensors`` are the decoder's parameters under their own names, in any order, each exactly once; from an iterator,
+    memory holds one at a time. ``dtype`` casts them (default: no cast). ``tokenizer`` is written by
+    ``export_tokenizer`` and compared with the result in transformers; it also provides the special token ids, which
+    otherwise come from ``token_ids``. ``model_type`` selects one family if several have the model's shape. ``carried``
+    holds the imported model's other parts, written with it. The folder appears complete or not at all.
     """
     folder = Path(folder)
     if isinstance(tokenizer, str | Path):
@@ -289,7 +294,7 @@ def save_hf(
         if carried is not None:
             hf_config = carried.whole_config(hf_config)
         write_json(staging / "config.json", hf_config)
-        # A tokenizer that came with a model has its own.
+        # A tokenizer that came with a model may have brought this file.
         if not (staging / "generation_config.json").exists():
             write_json(staging / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
         if tokenizer is not None:
@@ -298,7 +303,7 @@ def save_hf(
 
 
 def _check_padding(tokenizer: Tokenizer, hf_config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if transformers would mistake a text token for padding, and so count positions differently."""
+    """Raise ConfigError if transformers would mistake a text token for padding, and count positions differently."""
     wanted = hf_config.get("pad_token_id")
     if wanted is None or wanted == tokenizer.padding:
         return
@@ -310,7 +315,7 @@ def _check_padding(tokenizer: Tokenizer, hf_config: Mapping[str, Any]) -> None:
 
 
 def _loadable(ids: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Return ids for config.json with which transformers loads the model; log those that it would not load."""
+    """Return ids for config.json with which transformers loads the model; log those that it would reject."""
     replaced = replaced_ids(ids, rows)
     for key, value in replaced.items():
         log.warning(
@@ -324,7 +329,7 @@ def _loadable(ids: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def _token_id_keys(config: ModelConfig) -> tuple[str, ...]:
-    """Return the keys of config.json that name a model's token ids."""
+    """Return the config.json keys for a model's token ids."""
     if config.encoder_layers:
         return TOKEN_ID_KEYS + TARGET_ID_KEYS
     return TOKEN_ID_KEYS
@@ -333,18 +338,18 @@ def _token_id_keys(config: ModelConfig) -> tuple[str, ...]:
 def _written_ids(token_ids: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     """Return every id that config.json names.
 
-    Null suppresses the class default; the id that starts a target is never null.
+    Null suppresses a class default; the id that starts a target is never null.
     """
     ids = {key: token_ids.get(key) for key in _token_id_keys(config)}
     if START_KEY in ids and ids[START_KEY] is None:
-        # As for T5 and Marian, which have no begin token; 0 if no token's meaning is known.
+        # As for T5 and Marian, which have no begin token; 0 if no special token is known.
         named = (ids[key] for key in ("bos_token_id", "pad_token_id") if isinstance(ids[key], int))
         ids[START_KEY] = next(named, 0)
     return ids
 
 
 def _token_id(key: str, value: Any) -> Any:
-    """Return the value for a token-id key of config.json; raise ConfigError if it is not a valid id."""
+    """Return the value for a token-id key in config.json; raise ConfigError if it is not a valid id."""
     try:
         check_token_ids(value, key)
     except ValueError as error:
@@ -361,8 +366,9 @@ def _write_parameters(
     dtype: torch.dtype | None,
     progress: Progress | None,
 ) -> set[torch.dtype]:
-    """Pass every parameter's tensors on disk to ``add``; return the set of dtypes written, without those of buffers."""
+    """Pass every parameter's disk tensors to ``add``; return the written dtypes, without those of buffers."""
     specs = {spec.name: spec for spec in tensor_specs(config, model_type=model_type)}
+    # Multi-token prediction blocks may store shared tensors a second time, for readers that expect them.
     copies: dict[str, list[str]] = {}
     for copy, parameter in mtp_copies(FAMILIES[model_type], config).items():
         copies.setdefault(specs[parameter].layouts[0].parts[0].name, []).append(copy)
@@ -373,7 +379,7 @@ def _write_parameters(
         # config.json names one dtype, the parameters'; buffers are float32 in any model.
         if not is_buffer(name):
             dtypes.add(tensor.dtype)
-        # A tensor on disk is written once all of its parameters have arrived.
+        # A disk tensor is written once all its members have arrived.
         waiting[name] = tensor
         layout = specs[name].layouts[0]
         if all(member in waiting for member in layout.members):
@@ -387,7 +393,7 @@ def _write_parameters(
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor as it is written; a router's correction bias keeps its dtype."""
+    """Return the tensor in its export dtype; a router's correction bias keeps its own."""
     if dtype is None or is_buffer(name):
         dtype = tensor.dtype
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One tensor of a Hugging Face file."""
+    """One tensor in a Hugging Face file."""
 
     name: str
     shape: Shape
@@ -36,22 +36,22 @@ class Layout:
     """One way to store a parameter on disk, alone or together with others."""
 
     parts: tuple[Part, ...]
-    """Tensors whose flattened values, one after the other, are those of the whole; of none all are zero."""
+    """Tensors on disk; their flattened values in sequence form the combined tensor. Without parts, it is zero."""
     whole: Shape
     """Shape of all members, concatenated along their first axis, before the steps."""
     steps: tuple[str, ...] = ()
     members: tuple[str, ...] = ()
-    """The parameters of the whole, in order."""
+    """Parameters in the combined tensor, in order."""
     rows: tuple[int, int] = (0, 0)
-    """The parameter's range of the whole's first axis."""
+    """This parameter's range along the combined tensor's first axis."""
     order: Tensor | None = field(default=None, compare=False)
-    """For each row of the whole its row on disk; None if they are the same."""
+    """Row on disk for each row of the combined tensor; None for the same order."""
     swaps_halves: bool = False
-    """Whether the two halves of each row are exchanged on disk."""
+    """True if the two halves of each row are exchanged on disk."""
 
     @property
     def is_plain(self) -> bool:
-        """True if the values on disk are the members' in their order."""
+        """True if the values on disk are the members' values in order."""
         return not self.steps and self.order is None and not self.swaps_halves
 
     @property
@@ -62,7 +62,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """Parameter (or buffer) of the decoder and its layouts on disk: the first is written, all are read."""
+    """A decoder parameter (or buffer) and its layouts on disk: the first is written, all are read."""
 
     name: str
     shape: Shape
@@ -71,17 +71,15 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Reordering of values: two views, of the tensor on disk and of ours, that agree element by element.
-
-    Views cost nothing, and one copy between them is the conversion, in either direction.
-    """
+    """Reordering of values: two views, of the disk tensor and of ours, that match element by element."""
 
     disk_view: Callable[[Tensor], Tensor]
     our_view: Callable[[Tensor], Tensor]
     shape: Callable[[Shape], Shape]
-    """The disk's shape for one of ours."""
+    """Disk shape for one of our shapes."""
 
 
+# Views cost nothing, and one copy between the two views is the conversion, in either direction.
 STEPS: dict[str, Step] = {
     # [in, out] on disk.
     "transposed": Step(
@@ -89,7 +87,7 @@ STEPS: dict[str, Step] = {
         our_view=lambda x: x,
         shape=lambda shape: (*shape[:-2], shape[-1], shape[-2]),
     ),
-    # [1, V]: a vector as a matrix of one row.
+    # [1, V]: a vector as a one-row matrix.
     "one_row": Step(
         disk_view=lambda x: x.squeeze(0),
         our_view=lambda x: x,
@@ -111,9 +109,9 @@ STEPS: dict[str, Step] = {
 
 
 def tensor_specs(config: ModelConfig, *, model_type: str | None = None) -> list[TensorSpec]:
-    """Return every parameter and buffer of a decoder of this config, in the model's order, with its layouts on disk.
+    """Return every decoder parameter and buffer in model order, each with its layouts on disk.
 
-    ``model_type`` chooses if several families can be the model; raise ConfigError if none can.
+    ``model_type`` selects one family if several can express the model; raise ConfigError if none can.
     """
     family = family_of(config, model_type=model_type)
     shapes = parameter_shapes(config)
@@ -127,11 +125,11 @@ def tensor_specs(config: ModelConfig, *, model_type: str | None = None) -> list[
 
 @lru_cache(maxsize=32)
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shape of every parameter and buffer of the decoder, in its order.
+    """Return the shape of every decoder parameter and buffer, in model order.
 
-    Nothing is allocated, and no family is needed.
+    This allocates no weights and needs no family.
     """
-    # Only the decoder itself lists its parameters; on the meta device that costs nothing.
+    # Only the decoder itself lists its parameters; on the meta device that costs no memory.
     from longctx.model.decoder import Decoder
 
     with torch.device("meta"):
@@ -139,7 +137,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def each_once(tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors; raise CheckpointError unless they match ``shapes``, each exactly once and no other."""
+    """Yield the tensors; raise CheckpointError unless they match ``shapes``, each exactly once."""
     remaining = dict(shapes)
     for name, tensor in tensors:
         if name not in remaining:
@@ -153,12 +151,12 @@ def each_once(tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape]
 
 
 def is_carried(name: str, family: Family, config: ModelConfig, mtp_layers: int) -> bool:
-    """Return whether a tensor on disk belongs to a part that the decoder does not have.
+    """Return True if a tensor on disk belongs to a part that the decoder does not have.
 
-    ``mtp_layers`` is the number of blocks for multi-token prediction in the file.
+    ``mtp_layers`` is the number of multi-token prediction blocks in the file.
     """
     if config.mtp_layers:
-        # All of them belong to the decoder.
+        # All multi-token prediction blocks belong to the decoder.
         return False
     # Such blocks are numbered after the last layer, and differ from it only by number.
     found = re.match(r"model\.layers\.(\d{1,6})\.", name)
@@ -168,12 +166,10 @@ def is_carried(name: str, family: Family, config: ModelConfig, mtp_layers: int) 
 
 
 def mtp_copies(family: Family, config: ModelConfig) -> dict[str, str]:
-    """Return the second names on disk, in blocks for multi-token prediction, of the model's own parameters.
-
-    The result maps each name to the parameter's name.
-    """
+    """Return duplicate names on disk, in multi-token prediction blocks, mapped to the model's own parameters."""
     if family.mtp is None:
         return {}
+    # A tied model has no head of its own: the duplicate equals the embedding table.
     head = EMBEDDINGS
     if not config.tie_embeddings:
         head = HEAD
@@ -185,17 +181,17 @@ def mtp_copies(family: Family, config: ModelConfig) -> dict[str, str]:
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:
-    """Return whether a full name matches one of the patterns."""
+    """Return True if a full name matches one of the patterns."""
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def assemble(spec: TensorSpec, layout: Layout, disk: WeightsFolder) -> Tensor:
-    """Read the parameter from disk; besides it, memory holds one tensor, or the group of parameters stored with it."""
+    """Read the parameter from disk. Memory also holds one tensor, or the group of parameters stored with it."""
     whole = _joined(layout.parts, disk)
     if layout.is_plain and not layout.is_shared:
         return whole.view(spec.shape)
     start, stop = layout.rows
-    # One copy between two views does all steps at once.
+    # One copy between two views applies all steps at once.
     out = torch.empty(spec.shape, dtype=whole.dtype)
     on_disk = _disk_view(whole.view(_disk_shape(layout)), layout.steps)
     if layout.order is None:
@@ -209,7 +205,7 @@ def assemble(spec: TensorSpec, layout: Layout, disk: WeightsFolder) -> Tensor:
 
 
 def disassemble(layout: Layout, members: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values on disk of the parameters that make up a layout, in its order; views if possible."""
+    """Yield the disk names and values of a layout's members, in its order; views if possible."""
     if len(members) == 1 and layout.is_plain:
         whole = members[0]
     else:
@@ -220,7 +216,8 @@ def disassemble(layout: Layout, members: list[Tensor]) -> Iterator[tuple[str, Te
 
 
 def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
-    """Return all members as one tensor in the order on disk."""
+    """Return all members as one tensor in disk order."""
+    # Members may have different dtypes; the promoted one holds all their values.
     dtype = reduce(torch.promote_types, (member.dtype for member in members))
     whole = torch.empty(_disk_shape(layout), dtype=dtype)
     view = _disk_view(whole, layout.steps)
@@ -230,7 +227,7 @@ def _whole(layout: Layout, members: list[Tensor]) -> Tensor:
         values = _our_view(member, layout.steps)
         if layout.swaps_halves:
             values = _halves_swapped(values)
-        # Written through the index, which avoids a reordered copy in memory.
+        # Writing through the index avoids a reordered copy in memory.
         if layout.order is None:
             view[start:stop].copy_(values)
         else:
@@ -244,17 +241,17 @@ def _halves_swapped(x: Tensor) -> Tensor:
 
 
 def _disk_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
-    """Return a view of the tensor on disk in our order; steps are undone in reverse."""
+    """Return a view of the disk tensor in our order; steps are undone in reverse."""
     return reduce(lambda view, step: STEPS[step].disk_view(view), reversed(steps), x)
 
 
 def _our_view(x: Tensor, steps: tuple[str, ...]) -> Tensor:
-    """Return a view of our tensor that matches the view of the tensor on disk."""
+    """Return a view of our tensor that matches the disk tensor's view."""
     return reduce(lambda view, step: STEPS[step].our_view(view), steps, x)
 
 
 def _joined(parts: tuple[Part, ...], disk: WeightsFolder) -> Tensor:
-    """Return the values of the parts, flattened and concatenated, in the narrowest dtype that holds them all."""
+    """Read the parts, flattened and concatenated, in the narrowest dtype that holds all their values."""
     if len(parts) == 1:
         return disk.read(parts[0].name).reshape(-1)
     dtype = reduce(torch.promote_types, (disk.dtype(part.name) for part in parts))
@@ -268,18 +265,19 @@ def _joined(parts: tuple[Part, ...], disk: WeightsFolder) -> Tensor:
 
 
 def _disk_shape(layout: Layout) -> Shape:
-    """Return the shape of all members in the order on disk."""
+    """Return the shape of all members in disk order."""
     return reduce(lambda shape, step: STEPS[step].shape(shape), layout.steps, layout.whole)
 
 
 def _spec(
     name: str, rules: dict[str, list[TensorRule]], shapes: dict[str, Shape], config: ModelConfig, family: Family
 ) -> TensorSpec:
-    """Return a parameter's layouts by the family's rule; without a rule it is on disk under its own name."""
+    """Return a parameter's layouts by the family's rule; without a rule, it has its own name on disk."""
     pattern, layer = _without_number(name, config)
     rule = TensorRule(parameters=(pattern,), layouts=(OnDisk(names=(pattern,)),))
+    # The last matching rule wins.
     for one in rules.get(pattern, ()):
-        # A tensor of the full model belongs to no layer.
+        # A parameter outside the layers has no layer to match.
         if not layer or one.of_layer(config, int(layer)):
             rule = one
     members = tuple(_with_number(member, layer, config) for member in rule.parameters)
@@ -292,7 +290,7 @@ def _spec(
 def _layout(
     on_disk: OnDisk, members: tuple[str, ...], name: str, shapes: dict[str, Shape], layer: str, config: ModelConfig
 ) -> Layout:
-    """Return a family's layout of ``members``, with the names of this layer and the rows of the parameter ``name``."""
+    """Return a family's layout for ``members``, with this layer's names and the rows of the parameter ``name``."""
     # Members are concatenated along their first axis (GPT-2's queries, keys and values).
     rows = [shapes[member][0] for member in members]
     start = sum(rows[: members.index(name)])
@@ -306,7 +304,7 @@ def _layout(
         swaps_halves=on_disk.swaps_halves,
     )
     parts = tuple(_parts(on_disk, _disk_shape(layout), layer, config))
-    # An index, not a view: parts of different widths alternate on disk, which strides cannot express.
+    # An index, not a view: parts with different widths alternate on disk, which strides cannot express.
     order = None
     if on_disk.rows is not None:
         order = torch.tensor(on_disk.rows(config))
@@ -314,7 +312,7 @@ def _layout(
 
 
 def _parts(on_disk: OnDisk, shape: Shape, layer: str, config: ModelConfig) -> Iterator[Part]:
-    """Yield the tensors of one layout, slices of the first axis; those of one expert slice the second axis."""
+    """Yield one layout's tensors: slices along the first axis, or along the second for one tensor per expert."""
     names = on_disk.names
     if not any("{expert}" in name for name in names):
         widths: Sequence[int] = [shape[0] // max(1, len(names))] * len(names)
@@ -323,6 +321,7 @@ def _parts(on_disk: OnDisk, shape: Shape, layer: str, config: ModelConfig) -> It
         for name, width in zip(names, widths, strict=True):
             yield Part(name=name.format(layer=layer), shape=(width, *shape[1:]))
         return
+    # The first axis counts experts.
     of_one = (shape[1] // len(names), *shape[2:])
     for expert in range(config.num_experts):
         for name in names:
@@ -330,7 +329,7 @@ def _parts(on_disk: OnDisk, shape: Shape, layer: str, config: ModelConfig) -> It
 
 
 def _behind_the_last(layout: Layout, layer: int, config: ModelConfig, mtp: MtpOnDisk) -> Layout:
-    """Return the layout of a block for multi-token prediction, with the names of such blocks."""
+    """Return a layout with the names that multi-token prediction blocks have on disk."""
     usual, theirs = f"model.layers.{layer}.", mtp.block.format(layer=layer, k=layer - config.num_layers)
     parts = []
     for part in layout.parts:
@@ -342,7 +341,7 @@ def _behind_the_last(layout: Layout, layer: int, config: ModelConfig, mtp: MtpOn
 
 
 def _with_number(pattern: str, layer: str, config: ModelConfig) -> str:
-    """Return the decoder's parameter of a layer, or of a block after the last: the inverse of ``_without_number``."""
+    """Return a layer's or multi-token prediction block's parameter name: the inverse of ``_without_number``."""
     if not layer or pattern.startswith("encoder.") or int(layer) < config.num_layers:
         return pattern.format(layer=layer)
     number = int(layer) - config.num_layers
@@ -353,9 +352,9 @@ _LAYERS, _MTP = "model.layers.{layer}.", "model.mtp.{layer}."
 
 
 def _without_number(name: str, config: ModelConfig) -> tuple[str, str]:
-    """Return ``model.layers.7.x`` as (``model.layers.{layer}.x``, ``7``), and the same for an encoder.
+    """Split ``model.layers.7.x`` into (``model.layers.{layer}.x``, ``7``), and the same for an encoder.
 
-    Blocks for multi-token prediction are numbered after the layers, as on disk, and otherwise named like a layer.
+    Multi-token prediction blocks are numbered after the layers, as on disk, and otherwise named like a layer.
     """
     ahead = re.match(r"model\.mtp\.(\d+)\.(block\.)?", name)
     if ahead is not None:

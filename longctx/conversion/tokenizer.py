@@ -1,4 +1,4 @@
-"""A model's tokenizer as the files of a Hugging Face folder, checked id by id against transformers.
+"""A model's tokenizer as files in a Hugging Face folder, checked id by id against transformers.
 
 Files that came with a model are written byte for byte. A standalone SentencePiece model becomes a fast tokenizer.
 """
@@ -24,11 +24,12 @@ from longctx.tokenizer.templates import TEMPLATE_FILE, has_templates, hf_path
 log = logging.getLogger(__name__)
 
 FAST_FILES = tuple(name for name in CARRIED_FILES if name not in (MODEL_FILE, GENERATION_CONFIG, TEMPLATE_FILE))
-"""Files that transformers reads a tokenizer from. A chat template is none: ``data build`` gives any tokenizer one."""
+"""Files that transformers reads a tokenizer from. Chat templates are excluded: ``data build`` adds one to any
+tokenizer."""
 
 
 def export_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, *, max_positions: int) -> dict[str, Any]:
-    """Write a tokenizer's files into ``folder``; return the begin, end and padding ids for config.json.
+    """Write a tokenizer's files into ``folder``; return its special token ids for config.json.
 
     Raise DataError if no tokenizer.json can express the SentencePiece model.
     """
@@ -48,9 +49,9 @@ def export_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, *, m
 
 
 def log_remarks(tokenizer: Tokenizer | Path, rows: int) -> None:
-    """Warn about a tokenizer: contradictory begin and end ids, and ids beyond the model's rows.
+    """Warn about contradictory begin and end ids in a tokenizer, and about ids beyond the model's rows.
 
-    A folder's files are converted unchanged, even if longctx does not read its tokenizer.
+    A folder's files are converted unchanged, even if longctx cannot read its tokenizer.
     """
     if isinstance(tokenizer, Path):
         if not has_tokenizer(tokenizer):
@@ -68,9 +69,9 @@ def log_remarks(tokenizer: Tokenizer | Path, rows: int) -> None:
 
 
 def replaced_ids(ids: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return replacements for these ids in config.json with which transformers loads a model of ``rows`` rows.
+    """Return replacements for ids in config.json that transformers rejects in a model with ``rows`` rows.
 
-    transformers takes one begin id, although a file may list several, and a padding id only if there is a row for it.
+    transformers takes one begin id, although a file may list several, and a padding id only if it has a row.
     """
     replaced: dict[str, Any] = {}
     for key in ("bos_token_id", "pad_token_id"):
@@ -78,27 +79,27 @@ def replaced_ids(ids: Mapping[str, Any], rows: int) -> dict[str, Any]:
         if isinstance(value, list):
             replaced[key] = next(iter(value), None)
     padding = replaced.get("pad_token_id", ids.get("pad_token_id"))
-    # As in torch's Embedding: negative ones count from the end.
+    # As in torch's Embedding: negative ids count from the end.
     if padding is not None and not -rows <= padding < rows:
         replaced["pad_token_id"] = None
     return replaced
 
 
 def came_from_hf(tokenizer: Tokenizer) -> bool:
-    """Return whether transformers reads the tokenizer from its original files."""
+    """Return True if transformers reads the tokenizer from its original files."""
     return any(name in FAST_FILES for name in tokenizer.files)
 
 
 def is_qwen(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer is for the class that transformers loads for every model of Qwen's types."""
+    """Return True if the tokenizer is for the class that transformers loads for every Qwen model type."""
     settings = read_object(tokenizer.files, TOKENIZER_CONFIG, tokenizer.path)
     return str(settings.get("tokenizer_class", "")).startswith("Qwen2Tokenizer")
 
 
 def config_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the ids for config.json; several ids that end a text are a list.
+    """Return the token ids for config.json; several end ids become a list.
 
-    A target starts with the id in the files, otherwise with the begin id, or without one with the end id.
+    A target starts with the id from the files; without one, with the begin id, or the end id if that is missing too.
     """
     special = tokenizer.special
     end: int | list[int] | None = special.end
@@ -121,19 +122,19 @@ def config_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 def check_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, texts: Iterable[str]) -> None:
     """Raise DataError unless transformers loads a tokenizer from the folder that encodes texts like ``generate``.
 
-    ``texts`` are compared, and every piece of a SentencePiece model's vocabulary. For our own models the text must also
-    be restored from the ids. For files that came with a model, texts that spell a special token are skipped: the
-    model's own settings decide whether transformers reads them as the token.
+    The check covers ``texts``, and every piece in a SentencePiece vocabulary. For our own models, decoding must restore
+    the text. For files that came with a model, texts that spell a special token are skipped: the model's own settings
+    decide whether transformers reads them as the token.
     """
     from transformers import AutoTokenizer
 
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
     fast = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    # This instance must not warn about long texts.
+    # Long texts must not log warnings from this instance.
     fast.model_max_length = 2**60
     if not came_from_hf(tokenizer) and has_templates(tokenizer.files):
-        # With a chat template, transformers reads control tokens; the ids of all other texts are compared here.
+        # With a chat template, transformers reads control tokens in text as tokens; this check compares plain text.
         fast.split_special_tokens = True
     texts, gives_back = _compared_texts(tokenizer, fast, texts)
     for text in texts:
@@ -154,7 +155,7 @@ def check_tokenizer(tokenizer: Tokenizer | str | Path, folder: str | Path, texts
 
 
 def _compared_texts(tokenizer: Tokenizer, fast: Any, texts: Iterable[str]) -> tuple[Iterable[str], bool]:
-    """Return the texts to compare, and whether each must be restored exactly."""
+    """Return the texts to compare, and True if each must be restored exactly."""
     if came_from_hf(tokenizer):
         return [text for text in texts if not any(special in text for special in fast.all_special_tokens)], False
     from longctx.tokenizer.export import piece_texts
@@ -167,8 +168,9 @@ def _compared_texts(tokenizer: Tokenizer, fast: Any, texts: Iterable[str]) -> tu
 
 
 def _num_ends(fast: Any) -> int:
-    """Return the number of ids that transformers appends to a text."""
+    """Count the ids that transformers appends to a text."""
     with_frame, without = fast("a")["input_ids"], fast("a", add_special_tokens=False)["input_ids"]
+    # The plain ids occur within the framed ones; all ids after them were appended.
     for start in range(len(with_frame)):
         if with_frame[start : start + len(without)] == without:
             return len(with_frame) - start - len(without)

@@ -1,21 +1,16 @@
-"""A dense model as a mixture of experts that computes the same function ("sparse upcycling", arXiv 2212.05055).
+"""Sparse upcycling (arXiv 2212.05055): a dense model as a mixture of experts that computes the same function.
 
 *Copy* (granularity 1): every expert is a copy of the dense FFN, the router is random. Gates sum to one, so for any
-choice of the router the output is that of the dense FFN.
+routing the output equals the dense FFN's. *Granular* (arXiv 2410.07524): a copy is cut along the FFN's width into g
+shards with F/g columns, each an expert.
 
-*Granular* (arXiv 2410.07524): a copy is cut along the FFN's width into g shards of F/g columns, each an expert. The
-dense FFN is the *sum* of its shards, while gates weigh experts with a mean; so a shard's down projection is g times its
-columns of the dense one (in the weights, because few Hugging Face families have such a factor in their config). The
-shards of one copy share a random row of the router: their logits are equal, and a token routed to k = m·g experts gets
-its m best copies completely (the paper's virtual groups). Experts c·g … c·g + g − 1 are the shards of copy c.
+Equal at the start, up to rounding: the output for every token, the loss, the gradients of all parameters except experts
+and routers, and the experts' gradients summed over copies (for down projections, g times that sum). Not equal: bits
+(matmuls sum in another order; a g that is not a power of two rounds the weights once), and, if the router's matmul
+rounds the shards of one copy differently, the order in which they are selected. After the first update, shards of a
+copy get separate router gradients, and copies get gradients from the tokens that selected them.
 
-Equal at the start, up to rounding: the output for every token, the loss, the gradients of all other parameters than
-experts and routers, and the sum over copies of the experts' gradients (for down projections, g times that sum). Not
-equal: bits (products are summed in another order; a g that is not a power of two rounds the weights once), and, if the
-router's product rounds the shards of one copy differently, the order in which they are chosen. After the first update,
-shards of a copy get separate router gradients, and copies get gradients from the tokens that chose them.
-
-Axes: M model width, F dense FFN width, X = F/g, E experts, C = E/g copies, g shards of a copy.
+Axes: M model width, F dense FFN width, X = F/g, E experts, C = E/g copies, g shards per copy.
 """
 
 from __future__ import annotations
@@ -44,16 +39,16 @@ _DENSE = re.compile(r"(model\.layers\.\d+\.mlp\.)(gate|up|down)_proj\.(weight|bi
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycling:
-    """Experts that replace a dense FFN. Raise ConfigError if the start could not be equal."""
+    """Experts that replace a dense FFN. Raise ConfigError if the initial function would differ."""
 
     num_experts: int
-    """Experts E of a layer, shards counted one by one: a multiple of granularity."""
+    """Experts E per layer, counting every shard: a multiple of granularity."""
     experts_per_token: int = 0
-    """Experts of each token: a multiple of granularity; 0 is two whole copies."""
+    """Experts per token: a multiple of granularity; 0 selects two full copies."""
     granularity: int = 1
-    """Shards g that a copy of the dense FFN is cut into; 1 copies it whole. Divides the FFN's width."""
+    """Shards g per copy of the dense FFN; 1 keeps copies intact. Must divide the FFN width."""
     seed: int = 0
-    """Seed of the routers' random rows."""
+    """Seed for the routers' random rows."""
 
     def __post_init__(self) -> None:
         if self.granularity < 1:
@@ -84,7 +79,7 @@ class Upcycling:
 
 
 def upcycle_config(dense: ModelConfig, upcycling: Upcycling) -> ModelConfig:
-    """Return the config of the upcycled model; raise ConfigError if the dense one cannot be upcycled this way."""
+    """Return the upcycled model's config; raise ConfigError if the dense one cannot be upcycled this way."""
     g = upcycling.granularity
     if dense.num_experts:
         raise ConfigError(f"the model has model.num_experts={dense.num_experts} already; only dense ones are upcycled.")
@@ -97,6 +92,7 @@ def upcycle_config(dense: ModelConfig, upcycling: Upcycling) -> ModelConfig:
         fitting = [n for n in range(1, dense.ffn_size + 1) if dense.ffn_size % n == 0]
         near = sorted(sorted(fitting, key=lambda n: abs(n - g))[:3])
         raise ConfigError(f"granularity={g} does not divide model.ffn_size={dense.ffn_size}. Try one of {near}.")
+    # Gates that sum to one and no shared expert: otherwise the output would not equal the dense FFN's.
     return replace(
         dense,
         num_experts=upcycling.num_experts,
@@ -115,6 +111,11 @@ def upcycle_config(dense: ModelConfig, upcycling: Upcycling) -> ModelConfig:
     )
 
 
+# Granular upcycling (arXiv 2410.07524): the dense FFN is the sum of its shards, while gates average experts; so a
+# shard's down projection is g times its dense columns (in the weights, because few Hugging Face families have such a
+# factor in their config). Shards of one copy share a random router row: their logits are equal, and a token routed to k
+# = m·g experts gets its m best copies completely (the paper's virtual groups). Experts c·g … c·g + g − 1 are the shards
+# of copy c.
 def upcycle_tensors(
     tensors: Iterable[tuple[str, Tensor]], dense: ModelConfig, upcycling: Upcycling
 ) -> Iterator[tuple[str, Tensor]]:
@@ -139,7 +140,7 @@ def upcycle_tensors(
             if kind == "weight":
                 yield f"{layer}gate.weight", _router(f"{layer}gate.weight", config, upcycling).to(tensor.dtype)
             continue
-        # Experts hold gate and up in one tensor: whichever comes first waits for the other.
+        # Experts store gate and up in one tensor, so the first to come waits for the other.
         key = layer + kind
         if key not in waiting:
             waiting[key] = which, tensor
@@ -162,9 +163,9 @@ def upcycle_checkpoint(
     shard_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a dense checkpoint (or a run's newest) as one of an expert model, of step 0, to train from.
+    """Write a dense checkpoint (or a run's newest) as a step-0 checkpoint of an expert model; return its folder.
 
-    Return its folder. It holds fp32 masters and no optimiser moments; the tokenizer is copied. The checkpoint's hashes
+    It holds float32 master weights without optimizer moments; the tokenizer is copied. The source checkpoint's hashes
     are checked first.
     """
     reader = CheckpointReader(find_checkpoint(checkpoint))
@@ -180,7 +181,7 @@ def upcycle_checkpoint(
         config,
         upcycle_tensors(reader.state_dict(torch.float32), dense, upcycling),
         Path(output),
-        # Routers, and a g that is not a power of two, need the bits.
+        # Routers, and a g that is not a power of two, need float32.
         dtype=torch.float32,
         training=training,
         carried={name: reader.folder / name for name in carried_names(reader)},
@@ -190,7 +191,7 @@ def upcycle_checkpoint(
 
 
 def _router(name: str, config: ModelConfig, upcycling: Upcycling) -> Tensor:
-    """Return the router [E, M]: a random row for each copy, shared by its shards."""
+    """Return the router [E, M]: one random row per copy, shared by its shards."""
     g = upcycling.granularity
     rows_CM = initial_value(name, (config.num_experts // g, config.hidden_size), config, upcycling.seed)
     return rows_CM.repeat_interleave(g, dim=0)
@@ -198,6 +199,7 @@ def _router(name: str, config: ModelConfig, upcycling: Upcycling) -> Tensor:
 
 def _gate_up(gate: Tensor, up: Tensor, config: ModelConfig, g: int) -> Tensor:
     """Return [E, 2X, M] from two [F, M], or [E, 2X] from two biases [F]: a shard's gate rows, then its up rows."""
+    # Shards stay adjacent within a copy, in the router's order.
     shards = torch.cat((gate.unflatten(0, (g, -1)), up.unflatten(0, (g, -1))), dim=1)
     return torch.cat([shards] * (config.num_experts // g))
 

@@ -1,6 +1,6 @@
-"""Verification of a conversion: every tensor's hash read back through the table, and logits compared with transformers.
+"""Conversion checks: every tensor's hash, read back through the table, and logits compared with transformers.
 
-Axes: T tokens, S tokens of a source, V vocabulary.
+Axes: T tokens, S source tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ from longctx.kernels.memory import available_bytes
 from longctx.tensor_bytes import content_of
 
 NUM_TOKENS = 256
-"""Tokens of the input that logits are compared on."""
+"""Input tokens for the logit comparison."""
 MAX_LOGIT_ERROR = 1e-5
-"""Bound on the largest difference of two logits in float32: other orders of the same sums stay well below it."""
+"""Bound on the largest logit difference in float32; other summation orders stay well below it."""
 MAX_KL = 1e-10
 """Bound on a token's KL divergence, in nats. A wrong RoPE permutation gives 1e-5, with a cosine above 0.99."""
 OWN_FACTOR = 4
-"""Where transformers' own ways to compute differ by more than a quarter of a bound, as they do in models that are large
-or have large logits, the bound is this many times their difference."""
+"""If transformers' own variants differ by more than a quarter of a bound, as in large models or with large logits, the
+bound is this multiple of their difference."""
 TWO_ATTENTIONS = "eager and sdpa"
 TWO_POSITIONS = "positions from 0 and from 1"
-"""Rotary attention sees differences of positions alone. transformers rounds each angle to float32, in both attentions
-alike; ours are exact, so this part of its rounding only shows between two beginnings."""
+"""Rotary attention depends only on position differences. transformers rounds each angle to float32, in both attentions;
+ours are exact, so this rounding only shows between two first positions."""
 TWO_PASSES = "one pass and two"
-"""Compared instead of two attentions in a model that has only one (Gemma 2, GPT-OSS), and beside them in one whose
-layers pass states on, which both attentions round alike."""
+"""Compared instead of two attentions in a model that has only one (Gemma 2, GPT-OSS), and in addition to them if layers
+pass states on, which both attentions round the same way."""
 _STRETCHED_BY_LENGTH = ("dynamic", "longrope")
 _PASSES_FACTOR = 4
-"""In models that have both, the two attentions are 2 to 5 times as far apart as one pass and two."""
+"""In models with both, the two attentions differ 2 to 5 times as much as one pass and two."""
 
 Fingerprint = tuple[str, tuple[int, ...], str]
-"""Dtype, shape and hash of a tensor."""
+"""A tensor's dtype, shape and hash."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCheck:
-    """Tensors that were read back and found equal."""
+    """Tensors that were read back and match."""
 
     num_tensors: int
     num_bytes: int
 
 
 class Fingerprints:
-    """Hash of every parameter that a conversion passes to its writer, to be compared with the written ones."""
+    """Hashes for every parameter that a conversion passes to its writer, to compare with the written ones."""
 
     def __init__(self) -> None:
         self._recorded: dict[str, Fingerprint] = {}
         self._num_bytes = 0
 
     def record(self, items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the items, each recorded before it is passed on."""
+        """Yield the items, recording each one first."""
         for name, tensor in items:
             self._recorded[name] = _fingerprint(tensor)
             self._num_bytes += tensor.nbytes
@@ -92,12 +92,12 @@ class Fingerprints:
 
 
 def _fingerprint(tensor: Tensor) -> Fingerprint:
-    """Return the properties that must be equal for two tensors."""
+    """Return a tensor's dtype, shape and content hash."""
     return dtype_name(tensor.dtype), tuple(tensor.shape), xxhash.xxh3_128_hexdigest(content_of(tensor))
 
 
 def _difference(expected: Fingerprint | None, found: Fingerprint) -> str:
-    """Return the difference of two fingerprints, for the message."""
+    """Describe the difference between two fingerprints, for the message."""
     if expected is None:
         return "unexpected"
     if expected[:2] != found[:2]:
@@ -107,23 +107,23 @@ def _difference(expected: Fingerprint | None, found: Fingerprint) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsCheck:
-    """Distance of our logits from those of transformers, and its bounds."""
+    """Distance between our logits and transformers', with its bounds."""
 
     num_tokens: int
     dtype: torch.dtype
-    """Dtype that both computed in."""
+    """Dtype in which both were computed."""
     max_error: float
     max_kl: float
     own_error: float
-    """Largest difference between transformers' logits of two ways to compute them."""
+    """Largest logit difference between two variants in transformers."""
     ways: str
-    """Which two: ``TWO_ATTENTIONS``, ``TWO_POSITIONS`` or ``TWO_PASSES``, whichever are farther apart."""
+    """The two variants: ``TWO_ATTENTIONS``, ``TWO_POSITIONS`` or ``TWO_PASSES``, whichever differ most."""
     error_bound: float
     kl_bound: float
 
     @property
     def passed(self) -> bool:
-        """True if both distances are within their bounds (NaN is not)."""
+        """True if both distances are within their bounds; NaN fails."""
         return self.max_error <= self.error_bound and self.max_kl <= self.kl_bound
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ class LogitsCheck:
 
 
 def why_no_logits(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> str | None:
-    """Return why logits cannot be compared: a model does not fit. None if they can."""
+    """Return the reason if logits cannot be compared, because a model does not fit into memory."""
     need = bytes_needed(config, num_parameters, dtype)
     free = available_bytes()
     if need > free:
@@ -145,7 +145,7 @@ def why_no_logits(config: ModelConfig, num_parameters: int, dtype: torch.dtype) 
 
 
 def transformers_knows(model_type: str) -> bool:
-    """Return whether the installed transformers has this type of model."""
+    """Return True if the installed transformers has this model type."""
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
@@ -159,12 +159,12 @@ def compare_logits(
     num_parameters: int,
     dtype: torch.dtype,
 ) -> LogitsCheck:
-    """Compare logits of the decoder with ``parameters`` and of ``folder`` as loaded by transformers.
+    """Compare the decoder's logits, with ``parameters``, to those from ``folder`` loaded by transformers.
 
     Both get the same random tokens at positions 0, 1, 2, … and compute in float32 if that fits (weights stored in
-    ``dtype`` keep their value), otherwise in ``dtype``. One model is in memory at a time. Raise CheckpointError if they
-    differ by more than the bounds: ``MAX_LOGIT_ERROR`` and ``MAX_KL``, or more if transformers' own implementations are
-    far apart (``OWN_FACTOR``).
+    ``dtype`` keep their value), otherwise in ``dtype``. One model is in memory at a time. Raise CheckpointError above
+    the bounds ``MAX_LOGIT_ERROR`` and ``MAX_KL``, which grow if transformers' own variants differ more
+    (``OWN_FACTOR``).
     """
     # In float32 a difference is an error in the model; in bfloat16 it may be rounding.
     compute = dtype
@@ -189,6 +189,7 @@ def compare_logits(
         moves=moves,
         has_states=has_states,
     )
+    # Second, so that only one model is in memory at a time.
     ours_TV = _our_logits(config, parameters(), tokens_T, source_S, compute)
     check = judge_logits(ours_TV, theirs, dtype=compute)
     if not check.passed:
@@ -197,7 +198,7 @@ def compare_logits(
 
 
 def judge_logits(ours_TV: Tensor, theirs: dict[str, tuple[Tensor, Tensor]], *, dtype: torch.dtype) -> LogitsCheck:
-    """Compare our logits with the reference, the first of each pair in ``theirs``; the pairs set the bounds."""
+    """Compare our logits with the reference, the first in each pair; the pairs set the bounds."""
     (reference_TV, _), *_ = theirs.values()
     error, kl = distance(reference_TV, ours_TV)
     own = {ways: distance(*pair) for ways, pair in theirs.items()}
@@ -217,9 +218,9 @@ def judge_logits(ours_TV: Tensor, theirs: dict[str, tuple[Tensor, Tensor]], *, d
 
 
 def distance(p_TV: Tensor, q_TV: Tensor, block: int = 32) -> tuple[float, float]:
-    """Return the largest difference of two logits, and the largest KL(p ‖ q) of a token in nats, both in float64."""
+    """Return the largest logit difference and the largest per-token KL(p ‖ q) in nats, both in float64."""
     errors, divergences = [], []
-    # In blocks: float64 logits of all tokens would take more memory than the model.
+    # In blocks: float64 logits for all tokens would take more memory than the model.
     for p, q in zip(p_TV.split(block), q_TV.split(block), strict=True):
         p, q = p.double(), q.double()
         errors.append((p - q).abs().max())
@@ -236,10 +237,11 @@ def _our_logits(
     source_S: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return our logits [T, V] in float32, for one document without padding; an encoder reads the source."""
+    """Compute our logits [T, V] in float32, for one document without padding; an encoder reads the source."""
     from longctx.model.decoder import Decoder
 
     model = Decoder(config, seed=None).to(dtype).eval()
+    # These tensors share memory with the model: copying into them fills it.
     own = model.state_dict()
     # One parameter at a time, directly into the model: the checkpoint is never in memory as well.
     for name, tensor in parameters:
@@ -271,10 +273,10 @@ def _their_logits(
     moves: bool,
     has_states: bool,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return logits [T, V] computed in two ways, by name of the pair of ways; no code from the folder is executed.
+    """Compute transformers' logits [T, V] in two variants per pair; execute no code from the folder.
 
-    ``auto_class`` loads it; ``moves`` says that the result does not depend on the first position, ``has_states`` that
-    layers pass states on.
+    ``auto_class`` loads the model; ``moves`` means that results do not depend on the first position, ``has_states``
+    that layers pass states on.
     """
     import transformers
 
@@ -312,6 +314,7 @@ def _their_logits(
         if has_states:
             pairs[TWO_PASSES] = (reference_TV, _in_two_passes(model, tokens_BT, cut))
         if moves:
+            # A shift by one changes every angle but no position difference.
             positions_BT = torch.arange(1, len(tokens_T) + 1)[None]
             moved_TV = model(tokens_BT, position_ids=positions_BT).logits[0].float()
             pairs[TWO_POSITIONS] = (reference_TV, moved_TV)
@@ -319,7 +322,7 @@ def _their_logits(
 
 
 def _in_two_passes(model: Any, tokens_BT: Tensor, cut: int) -> Tensor:
-    """Return transformers' logits [T, V] when the tokens from ``cut`` on read a cache of the earlier ones."""
+    """Compute transformers' logits [T, V] with tokens from ``cut`` on reading a cache of earlier ones."""
     first = model(tokens_BT[:, :cut], use_cache=True)
     second = model(tokens_BT[:, cut:], past_key_values=first.past_key_values, use_cache=True)
     return torch.cat([first.logits, second.logits], dim=1)[0].float()
@@ -327,7 +330,7 @@ def _in_two_passes(model: Any, tokens_BT: Tensor, cut: int) -> Tensor:
 
 @contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Suppress progress bars and warnings of transformers within the block."""
+    """Suppress transformers' progress bars and warnings within the block."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -343,8 +346,9 @@ def _silent_transformers() -> Iterator[None]:
 
 
 def bytes_needed(config: ModelConfig, num_parameters: int, dtype: torch.dtype) -> int:
-    """Return the memory of one model, three float32 copies of the logits, some float64 blocks, and activations."""
+    """Return the bytes for one model, three float32 copies of the logits, some float64 blocks, and activations."""
     tokens = min(NUM_TOKENS, config.max_positions)
+    # Activations per token: residual stream, eager attention scores, and the widest FFN.
     width = 8 * config.hidden_size + 4 * config.num_heads * tokens + 4 * widest_ffn(config)
     return int(1.1 * num_parameters * dtype.itemsize) + tokens * (16 * config.vocab_size + 4 * width) + 2**28
 
@@ -356,4 +360,4 @@ def check_kind(verify: str) -> None:
 
 
 KINDS = ("auto", "tensors", "logits", "none")
-"""``logits`` checks tensors too; ``auto`` is ``logits`` where they can be compared, else ``tensors``."""
+"""``logits`` also checks tensors; ``auto`` selects ``logits`` if they can be compared, otherwise ``tensors``."""

@@ -1,7 +1,7 @@
-"""Evaluation of context use: tasks that make prompts and score the text a model writes after them.
+"""Evaluation of context use: tasks that build prompts and score the text that a model generates after them.
 
-Nothing here runs a model: prompts are made from a seed and fitted to a length by the model's own tokenizer, outputs
-become rows of scores, and rows become means with intervals.
+No model runs here: prompts are built from a seed and fitted to a length by the model's own tokenizer, outputs become
+score rows, and rows become means with intervals.
 """
 
 from longctx.evaluation.haystack import Haystack

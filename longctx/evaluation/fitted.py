@@ -26,7 +26,7 @@ from longctx.evaluation.task import (
 )
 
 ATTEMPTS = 20
-"""Draws of a sample before it is given up that an answer stands once in its prompt."""
+"""Maximum attempts at a sample before giving up because its answer occurs in the haystack by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +41,17 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Input of a builder; the same request with more units gives the same prompt with more filler."""
+    """Builder input; the same request with more units gives the same prompt with more filler."""
 
     random: Random
-    """Fresh for each draft: drawn from in the same order, whatever the number of units."""
+    """Fresh for each draft: used in the same order for any number of units."""
     units: int
     depth: float
     haystack: Haystack | None
 
     @property
     def text(self) -> Haystack:
-        """Haystack of a task that needs one."""
+        """Haystack for a task that needs one."""
         assert self.haystack is not None
         return self.haystack
 
@@ -63,7 +63,7 @@ class FittedTask(Task):
     build: Callable[[Request], Draft]
     rule: Score = begins_with
     smallest: int = 1
-    """Units of the shortest prompt."""
+    """Units in the shortest prompt."""
     has_depth: bool = True
 
     def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
@@ -74,7 +74,7 @@ class FittedTask(Task):
     def sample(self, setting: Setting, length: int, index: int) -> Sample:
         """Return one sample; raise DataError if the shortest prompt does not fit, or if the haystack is too short."""
         for attempt in range(ATTEMPTS):
-            # Each attempt draws from its own seed. Nearly every sample needs only the first.
+            # Each attempt has its own seed. Nearly every sample needs only the first.
             sample = self._draw(setting, length, index, attempt)
             if all(sample.prompt.count(sample.prompt[start:stop]) == 1 for start, stop in sample.spans):
                 # A score that can never be 1 would look like a weak model.
@@ -86,11 +86,11 @@ class FittedTask(Task):
         )
 
     def _draw(self, setting: Setting, length: int, index: int, attempt: int) -> Sample:
-        """Return the sample of an attempt, with as much filler as fits."""
+        """Build an attempt's sample, with as much filler as fits."""
         haystack = None
         if self.needs_haystack:
             haystack = required_haystack(self, setting)
-        # The seed determines everything about a sample, so samples can be made in any order, and again.
+        # The seed determines the complete sample, so samples can be built in any order, and again.
         seed = f"{setting.seed}/{self.name}/{length}/{index}/{attempt}"
         depth = setting.depths[index % len(setting.depths)]
         answer_tokens = tokens_for_answer(self, setting)
@@ -99,7 +99,7 @@ class FittedTask(Task):
             # A new generator each time: a draft with more filler has the same needles.
             return self.build(Request(random=Random(seed), units=units, depth=depth, haystack=haystack))
 
-        # Encoding dominates the cost, and the search, the check and the sample need the same numbers.
+        # Encoding dominates the cost, and search, check and sample need the same numbers.
         @cache
         def tokens_of(units: int) -> int:
             return len(setting.tokenizer.encode_prompt(draft_of(units).prompt))
@@ -145,10 +145,11 @@ class FittedTask(Task):
 def largest_fitting(tokens_of: Callable[[int], int], *, smallest: int, most: int | None, budget: int) -> int:
     """Return the largest number of units that fits, or ``most`` if all of them fit.
 
-    ``smallest`` must fit. Tokens grow about evenly with units, so the search interpolates linearly between a number
-    that fits and one that does not, and bisects if that makes little progress. Each call of ``tokens_of`` may encode a
-    full prompt: there are about a dozen calls for a million units.
+    ``smallest`` must fit. Each call of ``tokens_of`` may encode a full prompt: there are about a dozen calls for a
+    million units.
     """
+    # Tokens grow about evenly with units: interpolate linearly between a number that fits and one that does not, and
+    # bisect if that makes little progress. Invariant: ``low`` fits, ``high`` does not.
     low, high, low_tokens, high_tokens = _bracket(tokens_of, smallest=smallest, most=most, budget=budget)
     halve = False
     above = True
@@ -158,7 +159,7 @@ def largest_fitting(tokens_of: Callable[[int], int], *, smallest: int, most: int
         middle = low + width // 2
         if not halve:
             guess = low + width * (budget - low_tokens) / max(1, high_tokens - low_tokens)
-            # Alternately on both sides of the guess: two probes then leave a narrow range around it.
+            # Alternate between both sides of the guess: two probes then leave a narrow range around it.
             margin = math.isqrt(width)
             middle = int(guess) - margin
             if above:
@@ -171,7 +172,7 @@ def largest_fitting(tokens_of: Callable[[int], int], *, smallest: int, most: int
             low, low_tokens = middle, tokens
         else:
             high, high_tokens = middle, tokens
-        # More than half is left: the tokens are uneven here, and the next guess would be no better.
+        # More than half remains: the tokens are uneven here, and the next guess would be no better.
         halve = (high - low) * 2 > width and not halve
     return low
 

@@ -1,4 +1,4 @@
-"""Text that hides needles: sentences and words of documents that the model was not trained on."""
+"""Text that hides needles: sentences and words from documents that the model was not trained on."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from itertools import accumulate
 from longctx.errors import DataError
 
 MOST_CHARACTERS = 1 << 26
-"""Characters that a haystack reads of its documents: enough for ten million tokens."""
+"""Maximum characters read from a haystack's documents: enough for ten million tokens."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of a text, cut after each full stop, question or exclamation mark before white space.
+    """Split a text into sentences after each full stop, question or exclamation mark before white space.
 
     NVIDIA's RULER uses nltk's Punkt model instead, which needs a download: pass ``nltk.tokenize.sent_tokenize`` to
     ``Haystack`` for its sentences.
@@ -46,7 +46,7 @@ class Haystack:
                 break
         if not self.sentences:
             raise DataError(f"haystack {source} holds no text. Name a folder with documents, or another one.")
-        # Counted once: a window is cut for each probe of each sample.
+        # Count once: each probe for each sample cuts a window.
         self._num_words = [sentence.count(" ") + 1 for sentence in self.sentences]
         self.num_words = sum(self._num_words)
 
@@ -56,7 +56,7 @@ class Haystack:
         return " ".join(self.sentences).split(" ")
 
     def window(self, first: int, num_words: int) -> list[str]:
-        """Return ``num_words`` words as sentences from number ``first`` on, wrapping around; the last one is cut."""
+        """Return ``num_words`` words as sentences from number ``first`` on; wrap around, and cut the last one."""
         assert num_words <= self.num_words, "a window never repeats text"
         chosen: list[str] = []
         at = first % len(self.sentences)
@@ -71,7 +71,7 @@ class Haystack:
         return chosen
 
     def too_short(self, task: str, length: int, *, filled: int) -> DataError:
-        """Return the error for a haystack that gives a prompt and answer of only ``filled`` tokens in total."""
+        """Return the error for a haystack that fills only ``filled`` tokens of a length with prompt and answer."""
         return DataError(
             f"length={length}: all {self.num_words:,} words of haystack {self.source} make {filled:,} tokens with "
             f"the question and the answer of task {task}, and text is not repeated. "
@@ -80,14 +80,15 @@ class Haystack:
 
 
 def insert_sentences(sentences: list[str], inserted: list[tuple[float, str]]) -> tuple[str, list[int]]:
-    """Return the text with the inserted sentences, and the character at which each of them begins.
+    """Return the text with the inserted sentences, and each one's first character.
 
-    Each is inserted between two sentences, nearest to its depth (a fraction of the text's characters); of several at
-    one point, the one with the smaller requested depth comes first.
+    Each sentence goes between two others, nearest to its depth (a fraction of the text's characters); if several share
+    a point, the smaller requested depth comes first.
     """
+    # Character offsets between sentences, which one space separates.
     ends = list(accumulate((len(sentence) + 1 for sentence in sentences), initial=0))
     points = [_nearest(ends, depth * ends[-1]) for depth, _ in inserted]
-    # Ties by depth, so that a needle never precedes one with a smaller requested depth.
+    # Break ties by depth, so that a needle never precedes one with a smaller requested depth.
     order = sorted(range(len(inserted)), key=lambda number: (points[number], inserted[number][0], number))
     parts: list[str] = []
     starts = [0] * len(inserted)
@@ -105,9 +106,9 @@ def insert_sentences(sentences: list[str], inserted: list[tuple[float, str]]) ->
 
 
 def _nearest(ends: list[int], wanted: float) -> int:
-    """Return the index of the value in ascending ``ends`` that is nearest to ``wanted``."""
+    """Return the index in ascending ``ends`` with the value nearest to ``wanted``."""
     at = bisect_left(ends, wanted, hi=len(ends) - 1)
-    # The first gap that is not before the point; the one before may be nearer.
+    # The first gap at or after the point; the previous gap may be nearer.
     if at and wanted - ends[at - 1] <= ends[at] - wanted:
         return at - 1
     return at

@@ -1,18 +1,18 @@
-"""Leak probe: checks that no document of a packed row depends on another one.
+"""Leak probe: check that no document in a packed row depends on another one.
 
-It works with any trainer, by four passes of its model in evaluation mode::
+It works with any trainer, by four forward passes of its model in evaluation mode::
 
     from longctx.evaluation.leaks import find_leaks
 
     found = find_leaks(lambda tokens, ids: model(tokens, ids), tokens_BT, document_ids_BT, vocab_size=32_000)
-    print(f"{found.outside_share:.1%} of what other documents say has changed")
+    print(f"{found.outside_share:.1%} of the outputs in other documents have changed")
 
-First one token of the first document is changed: its first, then its last. The model's outputs in other documents must
-stay equal bit by bit, because all of their inputs are unchanged. A mask that lets documents see each other changes half
-of the outputs or all, and so does a convolution or a state that continues over a boundary.
+First one token in the first document is changed: its first, then its last. The model's outputs in other documents must
+stay bitwise equal, because all their inputs are unchanged. A mask that lets documents see each other changes half the
+outputs or all, and so does a convolution or a state that continues across a boundary.
 
-Then the first document loses its first token, and all later tokens of its row move up. This changes the outputs of
-other documents only if positions continue over a boundary. Rounding may change with the position in a row, so this
+Then the first document loses its first token, and all later tokens in its row move up. This changes the outputs in
+other documents only if positions continue across a boundary. Rounding may depend on the position in a row, so this
 change is measured by size.
 """
 
@@ -31,16 +31,18 @@ class Leaks(NamedTuple):
     """Changes in other documents caused by the first one, as shares of their tokens."""
 
     outside_share: float
-    """Of tokens of other documents, with one token of the first: 0 if nothing leaks."""
+    """Share of changed tokens in other documents after changing one token in the first: 0 if nothing leaks."""
     inside_share: float
-    """Of the first document's tokens, with its first token: near 1, or the probe looks at what says nothing."""
+    """Share of changed tokens in the first document after changing its first token: near 1 if the probe works."""
     largest: float
-    """The largest change outside."""
+    """Largest change outside."""
     num_outside: int
-    """Tokens of other documents that were compared, for each change."""
+    """Tokens compared in other documents, per change."""
     moved: float
-    """The largest change of a token's outputs in documents that moved by a token, in standard deviations of all
-    outputs there: of the size of rounding if positions begin anew. 0 if no document is behind the first in its row."""
+    """Largest output change in documents that moved by a token, in standard deviations over all outputs there.
+
+    About rounding size if positions restart; 0 if the first document is the last in its row.
+    """
 
 
 @torch.no_grad()
@@ -52,12 +54,12 @@ def find_leaks(
     vocab_size: int,
     tolerance: float = 0.0,
 ) -> Leaks:
-    """Change the first document, first one token and then its length, and compare the model's outputs for the others.
+    """Change the first document, first one token and then its length, and compare the model's outputs in the others.
 
     ``outputs_of`` maps tokens and document ids [B, T] to outputs [B, T, …] of any kind: logits, hidden states,
-    likelihoods. Document ids are unique over all rows, and negative for padding, which is not compared. Differences of
-    at most ``tolerance`` do not count: use 0 except for experts, whose products round differently with the number of
-    their rows. Raise ValueError if the first document has only one token.
+    likelihoods. Document ids are unique over all rows, and negative for padding, which is not compared. Differences up
+    to ``tolerance`` do not count: use 0 except for experts, where rounding in matmuls depends on the row count. Raise
+    ValueError if the first document has only one token.
     """
     documents_N = document_ids_BT.flatten()
     first = int(documents_N[documents_N >= 0][0])
@@ -72,15 +74,17 @@ def find_leaks(
 
     before = outputs(tokens_BT)
     changed_outside, changed_inside, largest = torch.zeros_like(inside_N), torch.zeros_like(inside_N), 0.0
+    # The first token comes last: ``changed_inside`` keeps its result.
     for place in (places[-1], places[0]):
         other_BT = tokens_BT.clone()
         other_BT.view(-1)[place] = (tokens_BT.view(-1)[place] + 1) % vocab_size
         difference_N = (outputs(other_BT) - before).abs().amax(1)
-        # NaN counts as a change too.
+        # NaN counts as a change too: the comparison is negated.
         changed_N = ~(difference_N <= tolerance)
         changed_outside |= changed_N & outside_N
         changed_inside = changed_N & inside_N
         largest = max(largest, float(torch.where(outside_N, difference_N, 0).max()))
+    # All tokens after the removed one move up by one.
     row, at = divmod(places[0], tokens_BT.shape[1])
     moved_N = outside_N & (torch.arange(len(documents_N)) // tokens_BT.shape[1] == row)
     moved = 0.0
@@ -98,7 +102,7 @@ def find_leaks(
 
 
 def _shortened(values_BT: Tensor, row: int, at: int, fill: int) -> Tensor:
-    """Return the rows with one entry removed from one of them, and ``fill`` appended to that row."""
+    """Return the rows with one entry removed from one row, and ``fill`` appended to that row."""
     changed_BT = values_BT.clone()
     changed_BT[row, at:-1] = values_BT[row, at + 1 :]
     changed_BT[row, -1] = fill

@@ -1,8 +1,8 @@
-"""Losses of full texts: sums and token counts by position and by distance, and the tokens that need far context.
+"""Losses over full texts: sums and token counts by position and by distance, and the tokens that need far context.
 
 A loss stays a sum and a count until the very end, so texts and bins of any size weigh as many tokens as they have.
 
-Axes: T tokens of a text; the first has no loss, so losses are [T − 1].
+Axes: T tokens in a text; the first has no loss, so losses are [T − 1].
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ KEY_GAIN, KEY_LOSS = 2.0, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class LossBin:
-    """Losses of some tokens of a text."""
+    """Losses for some tokens in a text."""
 
     start: int
     stop: int
     nll: float
     """Sum of negative log-likelihoods, nats."""
     count: int
-    """Tokens."""
+    """Number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossRow:
-    """Loss of one text. ``cells`` converts it to plain values, ``of_cells`` reads them back."""
+    """One text's loss. ``cells`` converts it to plain values, ``of_cells`` reads them back."""
 
     task: str
     length: int
@@ -43,7 +43,7 @@ class LossRow:
     num_tokens: int
     """Tokens that have a loss."""
     nll: float
-    """Sum over the tokens that count: all of them, or LongPPL's key tokens."""
+    """Sum over the tokens that count: all, or LongPPL's key tokens."""
     count: int
     by_position: tuple[LossBin, ...] = ()
     by_distance: tuple[LossBin, ...] = ()
@@ -61,25 +61,25 @@ class LossRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LossEstimate:
-    """Mean loss over the tokens of several texts, with a 95 % interval."""
+    """Mean loss over the tokens in several texts, with a 95 % interval."""
 
     loss: float
     low: float | None
-    """None of a single text: how much texts differ is not known then."""
+    """None for a single text: its variation between texts is unknown."""
     high: float | None
     num_tokens: int
     num_texts: int
 
     @property
     def perplexity(self) -> float:
-        """e to the power of the loss."""
+        """e^loss."""
         if self.loss > 700:
             return math.inf
         return math.exp(self.loss)
 
 
 def text_row(task: str, length: int, index: int, document: str, ids: Sequence[int], nll: np.ndarray) -> LossRow:
-    """Return the row of a text, with every token counting."""
+    """Return a text's row, with every token counting."""
     return LossRow(
         task=task,
         length=length,
@@ -94,7 +94,7 @@ def text_row(task: str, length: int, index: int, document: str, ids: Sequence[in
 
 
 def key_row(task: str, length: int, index: int, document: str, nll_full: np.ndarray, nll_near: np.ndarray) -> LossRow:
-    """Return LongPPL's row of a text, with only key tokens counting. Both losses are those of the same tokens."""
+    """Return a text's LongPPL row, with only key tokens counting; both losses cover the same tokens."""
     is_key = key_tokens(nll_full, nll_near)
     return LossRow(
         task=task,
@@ -113,7 +113,7 @@ def key_tokens(nll_full: np.ndarray, nll_near: np.ndarray) -> np.ndarray:
 
 
 def near_windows(num_tokens: int, *, truncation: int, window: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of each read with near context; its tokens from ``start + truncation`` on are compared.
+    """Return (start, stop) for each read with near context; tokens from ``start + truncation`` on are compared.
 
     As in LongPPL, the last window is as long as the text allows.
     """
@@ -122,9 +122,10 @@ def near_windows(num_tokens: int, *, truncation: int, window: int) -> list[tuple
 
 
 def pair_distances(ids: Sequence[int]) -> np.ndarray:
-    """Return, for each token after the first, the distance to the previous occurrence of its pair; 0 if none."""
+    """Return, for each token after the first, the distance to its pair's previous occurrence; 0 without one."""
     last: dict[tuple[int, int], int] = {}
     distances = np.zeros(max(0, len(ids) - 1), dtype=np.int64)
+    # Only the latest occurrence counts: an induction head copies from there.
     for at in range(1, len(ids)):
         pair = ids[at - 1], ids[at]
         if pair in last:
@@ -134,20 +135,18 @@ def pair_distances(ids: Sequence[int]) -> np.ndarray:
 
 
 def loss_over_texts(parts: Sequence[tuple[float, int]]) -> LossEstimate | None:
-    """Return the token-weighted loss over (sum, count) of each text; None if no token counts.
-
-    The interval is a bootstrap over texts: tokens of one text are not independent samples.
-    """
+    """Return the token-weighted loss over each text's (sum, count); None if no token counts."""
     sums = np.array([nll for nll, _ in parts], dtype=np.float64)
     counts = np.array([count for _, count in parts], dtype=np.float64)
     if not counts.sum():
         return None
     loss = float(sums.sum() / counts.sum())
     low = high = None
+    # Bootstrap over texts: tokens in one text are not independent samples.
     if (counts > 0).sum() > 1:
         drawn = np.random.default_rng(0).multinomial(len(parts), np.full(len(parts), 1 / len(parts)), size=RESAMPLES)
         totals = drawn @ counts
-        # A resample may contain none of the texts that have such tokens.
+        # A resample may miss all texts that have such tokens.
         means = (drawn @ sums)[totals > 0] / totals[totals > 0]
         low, high = (float(value) for value in np.percentile(means, [2.5, 97.5]))
         low, high = min(low, loss), max(high, loss)
@@ -155,13 +154,13 @@ def loss_over_texts(parts: Sequence[tuple[float, int]]) -> LossEstimate | None:
 
 
 def loss_by_bin(rows: Iterable[LossRow], kind: str) -> list[tuple[int, int, LossEstimate]]:
-    """Return (start, stop, loss) of each bin of ``by_position`` or ``by_distance`` over all rows, ascending."""
+    """Return (start, stop, loss) for each bin in ``by_position`` or ``by_distance`` over all rows, ascending."""
     parts: dict[int, list[tuple[float, int]]] = {}
     stops: dict[int, int] = {}
     for row in rows:
         for part in getattr(row, kind):
             parts.setdefault(part.start, []).append((part.nll, part.count))
-            # For texts of several lengths, the last bin reaches as far as the longest.
+            # With several text lengths, the last bin reaches as far as the longest.
             stops[part.start] = max(part.stop, stops.get(part.start, 0))
     found = []
     for start in sorted(parts):
@@ -172,9 +171,10 @@ def loss_by_bin(rows: Iterable[LossRow], kind: str) -> list[tuple[int, int, Loss
 
 
 def _binned(values: np.ndarray, nll: np.ndarray) -> tuple[LossBin, ...]:
-    """Return sums and counts in bins that begin at 0, 1, 2, 4, 8, …; bins without tokens are left out."""
+    """Return sums and counts in bins starting at 0, 1, 2, 4, 8, …; bins without tokens are left out."""
     if not len(values):
         return ()
+    # Powers of two: the bins are equally wide on a log axis.
     edges = np.array([0] + [2**n for n in range(int(values.max()).bit_length())])
     bins = np.searchsorted(edges, values, side="right") - 1
     sums = np.bincount(bins, weights=nll.astype(np.float64), minlength=len(edges))

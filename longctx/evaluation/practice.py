@@ -1,7 +1,7 @@
 """Training documents for recall: codes hidden in plain sentences, and questions about them at the end.
 
-They read like the prompts of ``longctx/evaluation/tasks/niah.py``, answers included. Keys, codes and sentences are
-drawn from separate seeds, so no prompt of an evaluation is among them.
+They read like the prompts in ``longctx/evaluation/tasks/niah.py``, answers included. Keys, codes and sentences come
+from separate seeds, so no evaluation prompt is among them.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _PHRASES = (
     "every day|in winter|at noon|before dawn|after work|on Sundays|all night|once a week",
 )
 _PARTS = [phrases.split("|") for phrases in _PHRASES]
-"""Who does what, where and when: a sentence takes one of each."""
+"""Sentence parts: subject, verb, place and time; a sentence takes one of each."""
 
 MOST_PAIRS = 1000
 
 Range = tuple[int, int]
-"""Fewest and most of something, drawn evenly."""
+"""Minimum and maximum, sampled uniformly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Practice:
-    """Options of the documents."""
+    """Options for the documents."""
 
     words: Range
-    """Words of plain sentences in a document."""
+    """Words in plain sentences per document."""
     pairs: Range
-    """Pairs of a key and its code in a document; in one without any, nothing is asked."""
+    """Pairs of key and code per document; without pairs no question follows."""
     mentions: Range
-    """How often a pair stands in the text."""
+    """Mentions per pair in the text."""
     questions: Range
     """Questions at the end, each for another pair; at most as many as there are pairs."""
     kind: str = "word"
-    """What a code is: ``number``, ``word`` or ``uuid``."""
+    """Code kind: ``number``, ``word`` or ``uuid``."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Practice:
                 raise ConfigError(f"{name}={low} {high}: give the fewest, at least {least}, and then the most.")
         if self.kind not in KINDS:
             raise ConfigError(f"kind={self.kind!r} is unknown. Try one of {list(KINDS)}.")
-        # There are a few thousand keys, and those of a document are distinct.
+        # There are a few thousand keys, and those in a document are distinct.
         if self.pairs[1] > MOST_PAIRS:
             raise ConfigError(f"pairs={self.pairs[0]} {self.pairs[1]}: a document takes at most {MOST_PAIRS} pairs.")
         # An empty document would be one token.
@@ -63,7 +63,7 @@ class Practice:
             raise ConfigError("words and pairs may both be 0, and a document would be empty. Raise one of them.")
 
     def document(self, index: int) -> str:
-        """Return document number ``index``, independent of the other documents made."""
+        """Return document number ``index``, independent of the other documents."""
         context, asked = self._drawn(index)
         if not asked:
             return context
@@ -91,12 +91,14 @@ class Practice:
         num_pairs = _between(random, self.pairs)
         if not num_pairs:
             return " ".join(sentences), []
+        # Distinct keys and codes: every question has one answer.
         keys = distinct(random, word, num_pairs)
         pairs = list(zip(keys, distinct(random, KINDS[self.kind], num_pairs), strict=True))
         hidden = []
         for key, code in pairs:
             mentions = _between(random, self.mentions)
             hidden += [(_depth(random), needle_sentence(key, code)) for _ in range(mentions)]
+        # A pair's mentions are independent: any of them answers the question.
         context, _ = insert_sentences(sentences, hidden)
         return context, random.sample(pairs, min(num_pairs, _between(random, self.questions)))
 
@@ -107,10 +109,9 @@ def _between(random: Random, bounds: Range) -> int:
 
 
 def _depth(random: Random) -> float:
-    """Return the depth of a pair, from 0 (the beginning of the text) to 1; each end has a probability near 1/9.
-
-    An evaluation asks for both ends as often as for the depths between them. A uniform draw would hardly ever hit them.
-    """
+    """Return a pair's depth, from 0 (the start of the text) to 1; each end has a probability near 1/9."""
+    # An evaluation asks for both ends as often as for the depths between them. A uniform distribution would hardly ever
+    # give an end.
     return min(max(random.uniform(-0.15, 1.15), 0.0), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Scores as rows, one per sample, and their summaries: means by length and depth, and one number over lengths."""
+"""Score rows, one per sample, and their summaries: means by length and depth, and one number over lengths."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from longctx.evaluation.task import Sample, Task
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRow:
-    """Score of one sample. ``columns`` and ``cells`` convert it to a line of a table."""
+    """One sample's score. ``columns`` and ``cells`` convert it to a table line."""
 
     task: str
     length: int
-    """Tokens that were asked for."""
+    """Requested tokens."""
     depth: float | None
-    """Where the answer stands; None for tasks without depth."""
+    """Depth of the answer; None for tasks without depth."""
     index: int
     score: float
     prompt_tokens: int
     answers: tuple[str, ...]
     output: str
-    """What the model wrote."""
+    """Generated text."""
     excerpt: str = ""
-    """What stands in the prompt around the answers and at its end, if the score is below 1."""
+    """Prompt text around the answers and at its end, if the score is below 1."""
 
     @classmethod
     def of(cls, task: Task, sample: Sample, output: str) -> ScoreRow:
-        """Return the row of an output."""
+        """Score an output and return its row."""
         score = task.score(output, sample)
         excerpt = ""
+        # One failed sample often shows whether the model or the prompt is at fault; perfect ones need no excerpt.
         if score < 1:
             excerpt = excerpt_of(sample)
         return cls(
@@ -53,7 +54,7 @@ class ScoreRow:
 
     @classmethod
     def columns(cls) -> list[str]:
-        """Return the names of the columns."""
+        """Return the column names."""
         return [column.name for column in fields(cls)]
 
     def cells(self) -> dict[str, Any]:
@@ -62,16 +63,17 @@ class ScoreRow:
 
 
 _AROUND, _END, _MOST_SPANS = 80, 300, 3
-"""Characters on either side of an answer and at the prompt's end, and answers, that an excerpt has."""
+"""Excerpt sizes: characters on either side of an answer, characters at the prompt's end, and maximum answers."""
 
 
 def excerpt_of(sample: Sample) -> str:
-    """Return the parts of a prompt around its first answers, and its end, with an ellipsis for what lies between."""
+    """Return a prompt's text around its first answers, and its end, with ellipses in between."""
     size = len(sample.prompt)
     parts = [(max(0, start - _AROUND), min(size, stop + _AROUND)) for start, stop in sorted(sample.spans)[:_MOST_SPANS]]
     parts.append((max(0, size - _END), size))
     text, done = "", 0
     for start, stop in parts:
+        # Excerpts may overlap: never repeat text.
         if start > done:
             text += " … "
         text += sample.prompt[max(start, done) : stop]
@@ -81,7 +83,7 @@ def excerpt_of(sample: Sample) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Mean of all scores with the same task, length and, in a heat map, depth."""
+    """Mean over all scores with the same task, length and, in a heat map, depth."""
 
     task: str
     length: int
@@ -90,18 +92,18 @@ class Cell:
 
 
 def by_length(rows: Iterable[ScoreRow]) -> list[Cell]:
-    """Return a cell for each task and length, in the rows' order of tasks and by ascending length."""
+    """Return a cell for each task and length, with tasks in row order and lengths ascending."""
     return _cells(((row.task, row.length, None), row.score) for row in rows)
 
 
 def by_depth(rows: Iterable[ScoreRow]) -> list[Cell]:
-    """Return a cell for each task, length and depth; rows of tasks without depth are left out."""
-    # A task without depth has no cell in a heat map, instead of one at depth 0.
+    """Return a cell for each task, length and depth; tasks without depth are left out."""
+    # A cell at depth 0 would be wrong for a task without depth.
     return _cells(((row.task, row.length, row.depth), row.score) for row in rows if row.depth is not None)
 
 
 def _cells(scores: Iterable[tuple[tuple[str, int, float | None], float]]) -> list[Cell]:
-    """Return a cell for each task, length and depth of the scores: tasks as they appear, the others ascending."""
+    """Return a cell for each task, length and depth: tasks as they appear, the others ascending."""
     groups: dict[tuple[str, int, float | None], list[float]] = {}
     for key, score in scores:
         groups.setdefault(key, []).append(score)
@@ -113,10 +115,10 @@ def _cells(scores: Iterable[tuple[tuple[str, int, float | None], float]]) -> lis
 
 
 def area_over_lengths(cells: Sequence[Cell]) -> Estimate:
-    """Return one number for a task: the area under its score over the logarithm of the length, divided by the range.
+    """Return one number for a task: the area under its score over log length, divided by the range.
 
-    Scores between two lengths are interpolated linearly over the logarithm, so that each doubling counts the same. For
-    one length it is the score itself.
+    Scores between two lengths are interpolated linearly over log length, so that each doubling counts equally. For one
+    length it is the score itself.
     """
     lengths = [cell.length for cell in cells]
     if not cells or len({cell.task for cell in cells}) != 1 or lengths != sorted(set(lengths)):
@@ -124,11 +126,12 @@ def area_over_lengths(cells: Sequence[Cell]) -> Estimate:
             f"lengths {lengths} of {len({cell.task for cell in cells})} tasks have no area. "
             "Give the cells of one task, each length once, in ascending order, as by_length does."
         )
+    # A range of zero width has no area.
     if len(cells) == 1:
         return weighted_sum([(1.0, cells[0].score)])
     weights = [0.0] * len(cells)
     for at, (shorter, longer) in enumerate(pairwise(lengths)):
-        # The trapezoid's area is half the width at each of its ends.
+        # A trapezoid's area gives half the width as weight to each end.
         half = math.log(longer / shorter) / math.log(lengths[-1] / lengths[0]) / 2
         weights[at] += half
         weights[at + 1] += half
@@ -136,14 +139,14 @@ def area_over_lengths(cells: Sequence[Cell]) -> Estimate:
 
 
 def areas(rows: Iterable[ScoreRow]) -> dict[str, Estimate]:
-    """Return the area of each task."""
+    """Return each task's area."""
     return {task: area_over_lengths(list(cells)) for task, cells in groupby(by_length(rows), key=attrgetter("task"))}
 
 
 def overall(rows: Iterable[ScoreRow]) -> Estimate:
-    """Return one number for a model: the mean of its tasks' areas, with equal weights."""
+    """Return one number for a model: the mean over its tasks' areas, with equal weights."""
     of_tasks = areas(rows)
     if not of_tasks:
         raise DataError("No sample was scored, so there is no number for the model.")
-    # By task and not by sample: a task with more samples does not say more about the model.
+    # By task, not by sample: a task with more samples says no more about the model.
     return weighted_sum([(1 / len(of_tasks), area) for area in of_tasks.values()])

@@ -1,4 +1,4 @@
-"""Rules that compare an output with the references. Each gives 0 to 1.
+"""Scoring rules that compare an output with the references. Each gives 0 to 1.
 
 ``contains_all`` and ``contains_any`` are NVIDIA's rules for RULER, for one output: the second for QA, otherwise the
 first.
@@ -11,19 +11,20 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 
 _CONTINUES = re.compile(r"[\w-]|[.,:]\d")
-"""What goes on with the same word or number."""
+"""Text that continues the same word or number."""
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def begins_with(output: str, references: Sequence[str]) -> float:
-    """Return 1 if the output begins with a reference as a full word or number, ignoring spaces and quotation marks.
+    """Return 1 if the output starts with a reference as a full word or number, ignoring spaces and quotation marks.
 
-    A greedily decoded output scores 1 if every token of the target is the most likely one, so one teacher-forced pass
+    A greedily decoded output scores 1 if every target token is the most probable one, so one teacher-forced pass
     measures the same.
     """
     # A model may put an answer in quotation marks; the text inside is the answer.
     written = output.lstrip(" \t\r\n\"'`")
+    # A longer number or word with the same start is a different answer.
     for reference in references:
         if written.startswith(reference) and not _CONTINUES.match(written, len(reference)):
             return 1.0
@@ -41,26 +42,25 @@ def contains_any(output: str, references: Sequence[str]) -> float:
 
 
 def clean_output(output: str) -> str:
-    """Return the output as NVIDIA's scripts score it: control characters become new lines, the ends are stripped."""
+    """Return the output as NVIDIA's scripts score it: control characters become newlines, the ends are stripped."""
     return _CONTROL.sub("\n", output.strip()).strip()
 
 
 def set_f1(output: str, references: Sequence[str]) -> float:
-    """Return F1 of the set listed in the output: harmonic mean of precision and recall.
+    """Return F1 for the set listed in the output: harmonic mean of precision and recall; 1 for two empty sets.
 
-    The list is the content of the first pair of brackets, or the first line; commas and spaces separate its items. For
-    two empty sets it is 1.
+    The list is the content of the first pair of brackets, or the first line; commas and spaces separate its items.
     """
     wanted = set(references)
     listed = _items(output)
     if not wanted and not listed:
         return 1.0
-    # The same as 2 · precision · recall / (precision + recall), without their 0 / 0.
+    # Equals 2 · precision · recall / (precision + recall), without its 0 / 0.
     return 2 * len(wanted & listed) / (len(wanted) + len(listed))
 
 
 def repeated_after_code(output: str, references: Sequence[str]) -> float:
-    """Return MRCR's score: the similarity of the text to the wanted one; 0 if the output does not begin with the code.
+    """Return MRCR's score: the text's similarity to the wanted one; 0 if the output does not start with the code.
 
     ``references`` are code and text together, then the code. Similarity is ``difflib.SequenceMatcher.ratio``.
     """
@@ -77,7 +77,7 @@ def _contains(output: str, reference: str) -> float:
 
 
 def _items(output: str) -> set[str]:
-    """Return the items of the list in an output."""
+    """Return the list items in an output."""
     text = output.strip()
     brackets = _BRACKETS.search(text)
     if brackets:

@@ -1,4 +1,4 @@
-"""All tasks by name, and the groups that ``--tasks`` accepts besides. A new task is a new entry here."""
+"""All tasks by name, and the groups that ``--tasks`` also accepts. A new task is a new entry here."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from longctx.evaluation.tasks.passkey import build_passkey
 from longctx.evaluation.values import name, nonsense, telephone, uuid4
 
 SMALLEST_TEXT = 16
-"""Words of the shortest haystack."""
+"""Words in the shortest haystack."""
 
 
 def _needles(name: str, measures: str, answer_tokens: int, needles: Needles) -> FittedTask:
-    """Return a task of needles: a single answer is placed by depth; of several, each counts."""
+    """Return a needle task: a single answer is placed by depth; of several, each counts."""
+    # A single answer can start the output; several may come in any order.
     is_single = needles.num_answers == 1
     rule = contains_all
     if is_single:
@@ -167,10 +168,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def find_tasks(names: Sequence[str]) -> list[Task]:
-    """Return the tasks of names and groups, each once; raise ConfigError, with the nearest name, for an unknown one."""
+    """Return tasks for names and groups, each once; raise ConfigError, with the nearest name, for an unknown one."""
     found: dict[str, Task] = {}
     for asked in names:
-        # Before any prompt is made: a wrong name at the end of a list is found at once.
+        # Check before any prompt is built: a wrong name at the end of a list fails at once.
         if asked not in TASKS and asked not in GROUPS:
             nearest = get_close_matches(asked, TASKS | GROUPS, n=1, cutoff=0.5)
             advice = "".join(f"Did you mean {name}? " for name in nearest)
@@ -186,7 +187,7 @@ def find_tasks(names: Sequence[str]) -> list[Task]:
 
 
 def task_lines() -> Iterator[str]:
-    """Yield a line for each task: name, measure, filler of its prompt, tokens of its answer."""
+    """Yield one line per task: name, measure, prompt filler, answer tokens."""
     width = max(map(len, TASKS))
     for task in TASKS.values():
         budget = f"filled with {task.prompt_budget}, {task.answer_tokens} tokens for the answer"

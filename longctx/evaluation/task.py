@@ -1,6 +1,6 @@
-"""Evaluation tasks: samples made from a seed, and a score for a model's output.
+"""Evaluation tasks: samples built from a seed, and a score for a model's output.
 
-Nothing here runs a model. ``Task.samples`` gives prompts and the answers; ``Task.score`` scores a model's text.
+No model runs here. ``Task.samples`` gives prompts and answers; ``Task.score`` scores a model's text.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from longctx.tokenizer import Tokenizer
 
 
 def spread(depths: Sequence[float]) -> tuple[float, ...]:
-    """Return the depths, each once, in an order whose every beginning is spread over them: both ends, then middles."""
+    """Return the unique depths in an order that is evenly spaced at any prefix: both ends, then middles."""
     ordered = sorted(set(depths))
     found, gaps = [ordered[0], ordered[-1]], deque([(0, len(ordered) - 1)])
+    # Breadth first: halve the largest gaps before smaller ones.
     while gaps:
         low, high = gaps.popleft()
         middle = (low + high) // 2
@@ -30,36 +31,36 @@ def spread(depths: Sequence[float]) -> tuple[float, ...]:
 
 
 DEPTHS = spread([number / 10 for number in range(11)])
-"""The tenths of a text, in the order in which samples take them."""
+"""Tenths of a text, in sampling order."""
 
 SEED = 42
-"""The seed that NVIDIA's RULER takes when none is given."""
+"""Default seed in NVIDIA's RULER."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RulerFiles:
-    """Files of RULER that no package includes; the user supplies them."""
+    """RULER files that no package includes; the user supplies them."""
 
     squad: Path | None = None
     """``squad.json`` for ``ruler_qa_1``: SQuAD 2.0's development set."""
     hotpotqa: Path | None = None
     """``hotpotqa.json`` for ``ruler_qa_2``: HotpotQA's development set, distractor setting."""
     english_words: Path | None = None
-    """NVIDIA's ``english_words.json`` for ``ruler_cwe`` beyond the words of wonderwords."""
+    """NVIDIA's ``english_words.json`` for ``ruler_cwe``, if the words in wonderwords are too few."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Inputs of samples besides the task, the length and the index."""
+    """Sample inputs other than task, length and index."""
 
     tokenizer: Tokenizer
     seed: int = SEED
     haystack: Haystack | None = None
     """Text in which needles are hidden; only tasks with ``needs_haystack`` read it."""
     depths: Sequence[float] = DEPTHS
-    """Sample ``i`` takes depth ``i`` modulo their number: 0 is the prompt's beginning, 1 its end."""
+    """Sample ``i`` takes depth ``i`` modulo their number: 0 is the prompt's start, 1 its end."""
     answer_tokens: int | None = None
-    """Tokens that are left for the answer, instead of the task's own number."""
+    """Tokens reserved for the answer, instead of the task's own number."""
     ruler: RulerFiles = field(default_factory=RulerFiles)
 
     def __post_init__(self) -> None:
@@ -76,59 +77,61 @@ class Sample:
 
     task: str
     length: int
-    """Tokens of prompt and answer together are at most so many."""
+    """Maximum tokens for prompt and answer together."""
     index: int
     prompt: str
     prompt_tokens: int
-    """Ids of ``tokenizer.encode_prompt(prompt)``: the one that begins a document is counted."""
+    """Number of ids in ``tokenizer.encode_prompt(prompt)``, including the begin id."""
     answer_tokens: int
-    """Tokens that the model may write."""
+    """Maximum tokens that the model may generate."""
     answers: tuple[str, ...]
-    """The references of the score."""
+    """References for the score."""
     target: str
-    """A right continuation of the prompt, for teacher-forced scoring. It begins with the space after the prompt."""
+    """Correct continuation of the prompt, for teacher-forced scoring. It starts with the space after the prompt."""
     depth: float | None = None
-    """Where the answer was asked to stand, as a fraction of the text; None for tasks without depth."""
+    """Requested depth of the answer, as a fraction of the text; None for tasks without depth."""
     spans: tuple[tuple[int, int], ...] = ()
-    """Where answers stand in the prompt, in characters, and nowhere else; empty for answers that are no quotations."""
+    """Character spans of the answers in the prompt, unique in it; empty if they are no quotations."""
 
 
 Score = Callable[[str, Sequence[str]], float]
-"""From a model's output and the references to a score from 0 to 1."""
+"""Function from a model's output and the references to a score from 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """Named measure that makes samples and scores outputs."""
+    """Named measure that builds samples and scores outputs."""
 
     name: str
-    """What ``--tasks`` and tables call it."""
+    """Name in ``--tasks`` and tables."""
     measures: str
-    """What it measures, in a line."""
+    """One-line description."""
     prompt_budget: str
-    """What fills the prompt up to the length, in a few words."""
+    """Filler that extends the prompt to the length, in a few words."""
     answer_tokens: int
-    """Tokens that are left for the answer."""
+    """Tokens reserved for the answer."""
     rule: Score
     cue: str = "Answer:"
-    """How the answer's own beginning starts, at its last occurrence in a prompt: a chat model is asked what precedes
-    it, and its reply begins with the rest. Empty for a text to continue, which asks nothing."""
+    """Start of the answer's own text, at its last occurrence in a prompt; empty for a text to continue.
+
+    A chat model gets the text before the cue as the question, and its reply starts with the rest.
+    """
     needs_haystack: bool = False
-    """Whether ``Setting.haystack`` must be given."""
+    """Requires ``Setting.haystack``."""
     has_depth: bool = False
-    """Whether samples have a depth."""
+    """Samples have a depth."""
 
     @abstractmethod
     def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
         """Yield samples ``start`` to ``count``; each depends only on setting, task, length and index."""
 
     def score(self, output: str, sample: Sample) -> float:
-        """Return the score of a model's output, 0 to 1."""
+        """Return the score for a model's output, 0 to 1."""
         return self.rule(output, sample.answers)
 
 
 def tokens_for_answer(task: Task, setting: Setting) -> int:
-    """Return the number of tokens that a prompt leaves for the answer."""
+    """Return the tokens that a prompt reserves for the answer."""
     # RULER's numbers suit its tokenizers; one with small pieces needs more for the same answer.
     if setting.answer_tokens is not None:
         return setting.answer_tokens
@@ -136,7 +139,7 @@ def tokens_for_answer(task: Task, setting: Setting) -> int:
 
 
 def required_haystack(task: Task, setting: Setting) -> Haystack:
-    """Return the haystack of a task that needs one; raise ConfigError if none was given."""
+    """Return the haystack for a task that needs one; raise ConfigError if it is missing."""
     if setting.haystack is None:
         raise ConfigError(
             f"task {task.name} hides its needles in a text, and no haystack was given. "
@@ -146,8 +149,8 @@ def required_haystack(task: Task, setting: Setting) -> Haystack:
 
 
 def too_short(task: str, length: int, *, prompt: int, answer: int) -> LengthError:
-    """Return the error for a length that does not hold the shortest prompt and its answer."""
-    # Another length draws other names and numbers: a quarter more holds the longest of those.
+    """Return the error for a length too short for the shortest prompt with its answer."""
+    # Another length has other names and numbers: a quarter more covers the longest of those.
     least = (prompt + answer) * 5 // 4
     return LengthError(
         f"length={length}: the shortest prompt of task {task} has {prompt} tokens, and {answer} are left for the "
@@ -156,8 +159,8 @@ def too_short(task: str, length: int, *, prompt: int, answer: int) -> LengthErro
 
 
 def check_target(sample: Sample, tokenizer: Tokenizer) -> None:
-    """Raise DataError if the correct answer is longer than the tokens left for it."""
-    # Without the prompt: encoding a million tokens again would change the count by at most one.
+    """Raise DataError if the correct answer is longer than its reserved tokens."""
+    # Encode without the prompt: encoding a million tokens again would change the count by at most one.
     needed = len(tokenizer.encode(sample.target))
     if needed > sample.answer_tokens:
         raise DataError(

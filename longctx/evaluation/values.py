@@ -44,7 +44,7 @@ def word(random: Random) -> str:
 
 
 def uuid4(random: Random) -> str:
-    """Return a UUID of version 4."""
+    """Return a version 4 UUID."""
     return str(uuid.UUID(int=random.getrandbits(128), version=4))
 
 
@@ -54,7 +54,7 @@ def telephone(random: Random) -> str:
 
 
 def nonsense(random: Random, syllables: int) -> str:
-    """Return a nonsense word, of syllables such as ``ta`` and ``vo``."""
+    """Return a nonsense word made from syllables such as ``ta`` and ``vo``."""
     return "".join(random.choices(_SYLLABLES, k=syllables))
 
 
@@ -64,17 +64,17 @@ def name(random: Random) -> str:
 
 
 KINDS: dict[str, Callable[[Random], str]] = {"number": number, "word": word, "uuid": uuid4}
-"""What a needle's value may be."""
+"""Kinds of needle values."""
 
 DRAWS = 50
-"""Draws for each value of ``distinct`` before it is said that there are too few."""
+"""Attempts per value in ``distinct`` before raising an error."""
 
 
 def distinct(random: Random, draw: Callable[[Random], str], count: int) -> list[str]:
     """Return ``count`` distinct values; a smaller count gives a prefix of the list."""
-    # A dictionary serves as an ordered set: the order of draws is the order of the list.
+    # A dictionary serves as an ordered set: values keep their sampling order.
     drawn: dict[str, None] = {}
-    # Drawing all of n values takes about n ln n draws; if there are fewer values than requested it never ends.
+    # Sampling all of n values takes about n ln n attempts; with fewer values than requested it would never end.
     for _ in range(DRAWS * (count + 1)):
         if len(drawn) >= count:
             break

@@ -1,6 +1,6 @@
-"""BART and Marian: an encoder and a decoder, LayerNorm after each sum, and one table for both embeddings and the head.
+"""BART and Marian: encoder and decoder, LayerNorm after each sum, one table for both embeddings and the head.
 
-BART's positions are learned, from the third row of their table on, and a norm follows the embeddings. Marian's are
+BART learns positions, from the third row of their table on, and applies a norm to the embeddings. Marian uses
 sinusoids, all sines before all cosines; only old files contain their table.
 """
 
@@ -47,7 +47,7 @@ _ACTIVATIONS = {
 
 
 def _scaled_embeddings() -> Rule:
-    """Return the rule for multiplying embeddings by the square root of the model width."""
+    """Return the rule that multiplies embeddings by the square root of the model width."""
     key = "scale_embedding"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -88,9 +88,10 @@ _COMMON = (
     constant(qkv_bias=True, o_bias=True, ffn_bias=True, head_bias=True, tie_embeddings=True),
     same("vocab_size", "vocab_size"),
     same("d_model", "hidden_size"),
-    # The name that transformers uses in every family is the number of encoder layers here.
+    # In other families this key is the layer count; here it counts encoder layers.
     same("encoder_layers", "encoder_layers", also=("num_hidden_layers",), least=1),
     same("decoder_layers", "num_layers"),
+    # Only depth may differ between the stacks: one field here sets both widths.
     of_both_stacks("encoder_attention_heads", "decoder_attention_heads", "num_heads"),
     of_both_stacks("encoder_ffn_dim", "decoder_ffn_dim", "ffn_size"),
     same("max_position_embeddings", "max_positions", default=1024),
@@ -107,7 +108,7 @@ _COMMON = (
     only("tie_word_embeddings", True),
     only("is_encoder_decoder", True),
     only("is_decoder", False, written=False),
-    # transformers 5 derives the direction of every mask from it.
+    # transformers 5 derives every mask's direction from it.
     only("is_causal", None, written=False),
     only("per_layer_config", None, written=False),
     # From releases before 2021, which had other models under these names.
@@ -139,7 +140,7 @@ _IGNORED = frozenset(TARGET_ID_KEYS) | {
 
 
 def _of_stack(block: str, theirs: str) -> dict[str, str]:
-    """Return the names on disk of a stack's projections and norms by our names; each has a weight and a bias."""
+    """Return a stack's disk names for projections and norms by our names; each has a weight and a bias."""
     attentions = {"self_attn": "self_attn"}
     norms = {"post_attention_layernorm": "self_attn_layer_norm", "post_feedforward_layernorm": "final_layer_norm"}
     if block == BLOCK:
@@ -153,12 +154,12 @@ def _of_stack(block: str, theirs: str) -> dict[str, str]:
 
 
 def _named(ours: str, theirs: str) -> TensorRule:
-    """Return the rule for a name in the full model, or in the model without a head."""
+    """Return the rule for a name in the full model, or in a model saved without its head."""
     return tensor(ours, f"model.{theirs}", theirs)
 
 
 def _tensors() -> tuple[TensorRule, ...]:
-    """Return the tensor rules of both families."""
+    """Return the tensor rules for both families."""
     both = _of_stack(BLOCK, "decoder") | _of_stack(ENCODER_BLOCK, "encoder")
     both |= {"model.embed_norm": "decoder.layernorm_embedding", "encoder.embed_norm": "encoder.layernorm_embedding"}
     rules = [
@@ -167,7 +168,7 @@ def _tensors() -> tuple[TensorRule, ...]:
     rules.append(_named("model.embed_tokens.weight", "shared.weight"))
     rules.append(_named("model.embed_positions.weight", "decoder.embed_positions.weight"))
     rules.append(_named("encoder.embed_positions.weight", "encoder.embed_positions.weight"))
-    # transformers uses zeros if a file has none.
+    # transformers uses zeros if a file has no bias.
     bias = OnDisk(names=("final_logits_bias",), steps=("one_row",))
     rules.append(TensorRule(parameters=("lm_head.bias",), layouts=(bias, OnDisk(names=()))))
     return tuple(rules)
@@ -182,7 +183,7 @@ _COPIES = {
 BART = Family(
     model_type="bart",
     architecture="BartForConditionalGeneration",
-    # The published bart-base and bart-large: without a head, because it is the embedding table.
+    # The published bart-base and bart-large are saved without a head, because it is the embedding table.
     other_architectures=("BartModel",),
     rules=_COMMON + _OF_BART,
     tensors=_tensors(),
@@ -199,7 +200,7 @@ MARIAN = Family(
     tensors=_tensors(),
     ignored_keys=_IGNORED | {"save_step"},
     absent_ids={"decoder_start_token_id": 58100, "forced_eos_token_id": 0},
-    # The sinusoids.
+    # Sinusoids, which the decoder recomputes.
     ignored_tensors=(r"model\.(encoder|decoder)\.embed_positions\.weight",),
     copies=_COPIES,
     auto_class="AutoModelForSeq2SeqLM",

@@ -1,8 +1,8 @@
 """BERT, RoBERTa and ALBERT with their pretraining heads: bidirectional, learned positions, LayerNorm after each sum.
 
-``ForPreTraining`` has a pair head besides the masked-LM head. RoBERTa's positions begin at row ``pad_token_id`` + 1 of
-the table, and all of its tokens belong to one segment. ALBERT's layers are one block, and its tables are narrower than
-the model.
+``ForPreTraining`` has a pair head in addition to the masked-LM head. RoBERTa's positions begin at table row
+``pad_token_id`` + 1, and all its tokens belong to one segment. ALBERT's layers share one block, and its tables are
+narrower than the model.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def _dropout(usual: float) -> tuple[Rule, ...]:
 
 
 def _pair_head(kind: str, architecture: str) -> Rule:
-    """Return the rule for the pair head, which is identified by the class that saved the folder."""
+    """Return the rule for the pair head, which is recognized by the class that saved the folder."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
+        # Keys are the same with and without the head; only the class differs.
         return {"pair_head": kind if hf.get("architectures") == [architecture] else "none"}
 
     def write(config: ModelFields) -> dict[str, Any]:
@@ -88,7 +89,7 @@ _COMMON = (
     all_heads(),
     only("position_embedding_type", "absolute", written=False),
     only("is_decoder", False, written=False),
-    # transformers 5 derives the direction of the mask from it.
+    # transformers 5 derives the mask's direction from it.
     only("is_causal", None, False, written=False),
     only("add_cross_attention", False, written=False),
 )
@@ -96,7 +97,7 @@ _OF_OTHER_HEADS = frozenset({"classifier_dropout", "gradient_checkpointing", "po
 
 
 def _tensors(front: str, layers: Mapping[str, str], norms: Mapping[str, str], bias: str) -> tuple[TensorRule, ...]:
-    """Return the rules for the tables under ``front``, weights and biases of layers and norms, and the head's bias."""
+    """Return the rules for tables under ``front``, layer and norm weights and biases, and the head's bias."""
     rules = [
         tensor("model.embed_tokens.weight", f"{front}.word_embeddings.weight"),
         tensor("model.embed_positions.weight", f"{front}.position_embeddings.weight"),
@@ -162,7 +163,7 @@ def _of_albert() -> tuple[TensorRule, ...]:
 
 
 def _one_group() -> tuple[Rule, ...]:
-    """Return the rules for one block that is used in all layers."""
+    """Return the rules for one block that all layers share."""
     return (
         constant(shared_layers=True),
         translated("hidden_act", "activation", _ACTIVATIONS, default="gelu_new"),
@@ -180,7 +181,7 @@ _BERT = (
     same("max_position_embeddings", "max_positions", default=512),
     _pair_head("nsp", "BertForPreTraining"),
 )
-# Its head has this activation for any activation of the layers.
+# RoBERTa's head has this activation for any layer activation.
 _ROBERTA = (translated("hidden_act", "activation", {"gelu": "gelu"}, default="gelu"), _offset_positions())
 
 BERT = Family(

@@ -1,4 +1,4 @@
-"""Conversion between config.json and ModelFields, and the search for the family of a ModelFields."""
+"""Conversion between config.json and ModelFields, and the search for a family that fits a ModelFields."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from longctx.families.wrapped import ALIASES, WRAPPERS, unwrapped, wrapper_of
 from longctx.untrusted.reading import printable, shown
 
 _NAMED_KEYS = 12
-"""Unknown keys that a message names."""
+"""Unknown keys to name in a message."""
 _NOT_AT_ALL = "all of it"
 
 
 def config_from_hf(config: dict[str, Any], *, mtp: bool = False) -> dict[str, Any]:
-    """Return the fields of ModelConfig, by name, that a Hugging Face config.json describes.
+    """Return the ModelConfig fields, by name, that a Hugging Face config.json describes.
 
-    For a model of several parts they are the text model's. Blocks for multi-token prediction belong to the decoder only
-    with ``mtp``. Raise ConfigError if the config needs anything that this decoder does not support; the message names
-    the key, the value and the supported ones.
+    For a multi-part model, they are the text model's. Multi-token prediction blocks belong to the decoder only with
+    ``mtp``. Raise ConfigError if the config needs anything that this decoder does not support; the message names the
+    key, its value and the supported values.
     """
     config = unwrapped(config)
     family = _family_named(config.get("model_type"))
@@ -37,12 +37,12 @@ def config_from_hf(config: dict[str, Any], *, mtp: bool = False) -> dict[str, An
         raise ConfigError(
             f"architectures={shown(named)} is not supported; {family.model_type} means {family.architecture}."
         )
-    # Refused if such weights cannot be read; the network is the same.
+    # Rejects schemes that cannot be read; the network does not depend on the scheme.
     quantization_of(config)
     values: dict[str, Any] = {}
     for rule in family.rules:
         values |= rule.read(config)
-    # An unknown key may change the model: it is refused, never ignored.
+    # An unknown key may change the model: it is rejected, never ignored.
     known = _known_keys(family).union(QUANTIZATION_KEYS)
     unknown = sorted(key for key in set(config) - known if not is_leftover(key, config[key]))
     if unknown:
@@ -59,13 +59,13 @@ def config_from_hf(config: dict[str, Any], *, mtp: bool = False) -> dict[str, An
 
 
 def passed_over(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a config.json, with their values, that other tools left and that do not affect the network."""
+    """Return the config.json keys, with their values, that other tools left and that do not affect the network."""
     config = unwrapped(config)
     return leftover_keys(config, _known_keys(_family_named(config.get("model_type"))))
 
 
 def auto_class(config: dict[str, Any]) -> str:
-    """Return the transformers class that loads the model of a config.json."""
+    """Return the transformers class that loads a config.json's model."""
     wrapper = wrapper_of(config)
     if wrapper is not None:
         return wrapper.auto_class
@@ -80,7 +80,7 @@ def _known_keys(family: Family) -> frozenset[str]:
 def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> dict[str, Any]:
     """Return a config.json that transformers 4 and 5 read as this model; raise ConfigError if no family supports it.
 
-    ``model_type`` and ``own_tokenizer`` choose between several families that do (see ``family_of``). The caller adds
+    ``model_type`` and ``own_tokenizer`` select among several families that do (see ``family_of``). The caller adds
     dtype and token ids.
     """
     return _written(family_of(config, model_type=model_type, own_tokenizer=own_tokenizer), config)
@@ -88,12 +88,12 @@ def config_to_hf(config: ModelFields, *, model_type: str | None = None, own_toke
 
 @lru_cache(maxsize=256)
 def family_of(config: ModelFields, *, model_type: str | None = None, own_tokenizer: bool = False) -> Family:
-    """Return the family that can express all of this config; raise ConfigError naming the losses of the nearest family.
+    """Return a family that can express the full config; raise ConfigError naming the nearest family's losses.
 
-    If there are several, return ``model_type`` if it is one of them, else the first. ``own_tokenizer`` excludes
-    families for which transformers would not load the tokenizer that we trained.
+    If there are several, prefer ``model_type``, then the first. ``own_tokenizer`` excludes families for which
+    transformers would not load a tokenizer that we trained.
     """
-    # A stable sort: the requested family first, the others in the table's order.
+    # A stable sort: the requested family first, the others in table order.
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != model_type)
     reasons = {}
     for family in order:
@@ -112,21 +112,21 @@ def family_of(config: ModelFields, *, model_type: str | None = None, own_tokeniz
 
 
 def _distance(lost: dict[str, str]) -> tuple[bool, bool, int]:
-    """Return the distance from the model to a family that loses these fields; smaller is nearer."""
-    # Without experts only one field is lost, and all that it determines is not counted.
+    """Return the distance between the model and a family that loses these fields."""
+    # A family without experts loses only num_experts, and the fields that depend on it are not counted.
     return _NOT_AT_ALL in lost, "model.num_experts" in lost, len(lost)
 
 
 def lost_fields(family: Family, config: ModelFields) -> dict[str, str]:
     """Return the fields that the family's config.json reads back differently: name -> original and new value."""
-    # Written and read back: this finds what the family cannot express, without a list of it.
+    # Writing and reading back finds all losses without a list of what a family supports.
     try:
         back = ModelFields(**config_from_hf(_written(family, config), mtp=True))
         check_model(back)
     except ConfigError as error:
         return {_NOT_AT_ALL: str(error)}
     meant, read = effective(config), effective(back)
-    # A field that only one of them has depends on another field, which differs too.
+    # A field in only one of them depends on another field, which differs too.
     return {
         f"model.{name}": f"{meant[name]!r} (it would become {read[name]!r})"
         for name in meant
@@ -138,7 +138,7 @@ def left_behind(config: ModelFields, hf: dict[str, Any]) -> dict[str, Any]:
     """Return training settings that this config.json does not have: name -> value. Defaults are not listed."""
     written = config_from_hf(hf)
     lost: dict[str, Any] = {}
-    # Whoever reads the folder has weights already: how large embeddings began is of no use there.
+    # A reader of the folder has weights already, so the initial embedding scale is of no use there.
     for name in sorted(names_of_role("training") - {"embedding_std"}):
         value, default = getattr(config, name), getattr(ModelFields(), name)
         if value not in (written.get(name, default), default):
@@ -147,14 +147,15 @@ def left_behind(config: ModelFields, hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def effective(config: ModelFields) -> dict[str, Any]:
-    """Return the fields that determine the function of the weights, in a canonical form.
+    """Return the fields that determine the weights' function, in a canonical form.
 
     Fields for training only are left out; ``left_behind`` returns them.
     """
     values = {f.name: getattr(config, f.name) for f in fields(ModelFields) if f.name not in _idle(config)}
-    # Layer by layer: ("full", "window") over four layers is the same as naming all four.
+    # Layer by layer: ("full", "window") over four layers equals naming all four.
     every = range(config.num_layers)
     values["layers"] = tuple(config.layer_kind(layer) for layer in every)
+    # Resolve defaults, so that 0 and the explicit value compare equal.
     values["attention_scale"] = config.attention_scale or config.head_dim**-0.5
     if "global" in config.layers:
         values["global_head_dim"] = config.global_head_dim or config.head_dim
@@ -167,17 +168,17 @@ def effective(config: ModelFields) -> dict[str, Any]:
         values["rope_layers"] = tuple(config.has_rope(layer) for layer in every)
         ropes = [config.rope_of(layer) for layer in every if config.has_rope(layer)]
         values["rope"] = [effective_rope(rope, config.rotary_size) for rope in ropes]
-        # One rope for all layers is written once, and a family with one rope can express it.
+        # A rope shared by all layers is stored once, so that a family with a single rope can express it.
         if all(rope == values["rope"][0] for rope in values["rope"]):
             values["rope"] = values["rope"][:1]
-    # A choice among all groups is a choice without groups.
+    # Selecting from all groups is the same as having no groups.
     if config.groups_per_token == config.expert_groups and config.num_experts:
         values["expert_groups"] = values["groups_per_token"] = 1
     return values
 
 
 def _idle(config: ModelFields) -> frozenset[str]:
-    """Return the fields that are not used in a model of this config."""
+    """Return the fields that a model with this config does not use."""
     idle = set(names_of_role("training"))
     if not config.num_experts:
         idle |= names_of_role("experts")
@@ -200,7 +201,7 @@ def _idle(config: ModelFields) -> frozenset[str]:
 
 
 def _written(family: Family, config: ModelFields) -> dict[str, Any]:
-    """Return the family's config.json for this config, even if it cannot express all of it."""
+    """Return the family's config.json for this config, even if it cannot express every field."""
     hf: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
     for rule in family.rules:
         hf |= rule.write(config)
@@ -208,7 +209,7 @@ def _written(family: Family, config: ModelFields) -> dict[str, Any]:
 
 
 def _family_named(model_type: Any) -> Family:
-    """Return the family of a model_type; raise ConfigError if this decoder does not support it."""
+    """Return the family for a model_type; raise ConfigError if this decoder does not support it."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     supported = sorted({*FAMILIES, *WRAPPERS, *ALIASES})

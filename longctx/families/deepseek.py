@@ -1,11 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, groups of experts, shared experts, dense first layers.
-
-The blocks for multi-token prediction that follow V3's layers on disk are trained if requested; otherwise they are
-carried from import to export.
-
-transformers 4 leaves ``mscale_all_dim`` out of V2's scores; transformers 5, DeepSeek's own code and this decoder do
-not.
-"""
+"""DeepSeek-V2 and V3: latent attention, expert groups, shared experts, dense first layers."""
 
 from __future__ import annotations
 
@@ -31,6 +24,8 @@ from longctx.families.rules import (
 from longctx.families.spec import PER_EXPERT, Family, HfConfig, MtpOnDisk, Rule, renamed
 from longctx.untrusted.reading import shown
 
+# Multi-token prediction blocks follow V3's layers on disk. They are trained if requested; otherwise they are kept from
+# import to export.
 MTP = MtpOnDisk(
     key="num_nextn_predict_layers",
     copies=("model.layers.{layer}.embed_tokens.weight", "model.layers.{layer}.shared_head.head.weight"),
@@ -63,11 +58,11 @@ VALUE_SIZE = Rule(
     read=lambda hf: {"value_head_dim": integer(hf, "v_head_dim")},
     write=lambda config: {"v_head_dim": config.value_dim},
 )
-"""Channels of a head's values."""
+"""Value channels per head."""
 
 
 def shared_experts(*keys: str, default: Any = REQUIRED) -> Rule:
-    """Return the rule for shared experts, merged into one of their total width.
+    """Return the rule for shared experts, merged into one with their total width.
 
     There is at least one, because transformers always has them. The first of ``keys`` is written; ``default`` is their
     number if no key is present.
@@ -78,17 +73,18 @@ def shared_experts(*keys: str, default: Any = REQUIRED) -> Rule:
         count = integer({keys[0]: first_of(hf, keys, default)}, keys[0])
         if count < 1:
             raise ConfigError(f"{keys[0]}={count} in config.json must be at least 1.")
+        # Shared experts see the same tokens, so several equal one with their total width.
         return {"shared_ffn_size": count * integer(hf, "moe_intermediate_size"), "shared_gate": False}
 
     return Rule(keys=keys, read=read, write=lambda c: {keys[0]: c.shared_ffn_size // c.expert_ffn_size})
 
 
 def _groups_by_method() -> Rule:
-    """Return the rule for V2, in which ``topk_method`` decides whether groups are used."""
+    """Return the rule for V2, in which ``topk_method`` enables or disables groups."""
     keys = ("topk_method", "n_group", "topk_group")
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        # Greedy files have n_group and topk_group too, and transformers ignores them then.
+        # Greedy files have n_group and topk_group too, but transformers ignores them.
         method = hf.get("topk_method", "greedy")
         if method == "greedy":
             return {"expert_groups": 1, "groups_per_token": 1}
@@ -97,6 +93,7 @@ def _groups_by_method() -> Rule:
         return {"expert_groups": integer(hf, "n_group"), "groups_per_token": integer(hf, "topk_group")}
 
     def write(config: ModelFields) -> dict[str, Any]:
+        # Selecting from all groups needs no group limit.
         if config.groups_per_token == config.expert_groups:
             return {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
         sizes = {"n_group": config.expert_groups, "topk_group": config.groups_per_token}
@@ -122,7 +119,7 @@ def _deepseek(*, dense: int, scores: str, q_lora: Any) -> tuple[Rule, ...]:
         same("n_routed_experts", "num_experts", also=("num_local_experts", "num_experts"), least=1),
         same("num_experts_per_tok", "experts_per_token"),
         same("aux_loss_alpha", "balance_loss_weight", default=0.001),
-        # The class decides; a file with another value belongs to another model.
+        # The class fixes the scores; a file with another value belongs to another model.
         constant(score_function=scores),
         only("scoring_func", scores),
         only("moe_layer_freq", 1),
@@ -137,7 +134,7 @@ SHARED_EXPERTS = (
     renamed("mlp.shared_expert.up_proj.weight", "mlp.shared_experts.up_proj.weight"),
     renamed("mlp.shared_expert.down_proj.weight", "mlp.shared_experts.down_proj.weight"),
 )
-# Reporting of losses, and the number of ranks over which DeepSeek's own code spreads experts.
+# Loss reporting, and the number of ranks over which DeepSeek's own code spreads experts.
 _KEYS = frozenset({"output_router_logits", "seq_aux", "ep_size"})
 
 DEEPSEEK_V2 = Family(
@@ -147,6 +144,8 @@ DEEPSEEK_V2 = Family(
         *_deepseek(dense=0, scores="softmax", q_lora=1536),
         width_of_heads("deepseek_v2"),
         _groups_by_method(),
+        # transformers 4 omits mscale_all_dim from V2's scores; transformers 5, DeepSeek's own code and this decoder do
+        # not.
         rotary(interleaved=True, scales_scores=True),
         constant(normalize_gates=False),
         # transformers ignores it, DeepSeek's own code does not.

@@ -1,4 +1,4 @@
-"""Gemma 2, and the text model of Gemma 3."""
+"""Gemma 2, and Gemma 3's text model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _query_scale() -> Rule:
         return {"attention_scale": divisor**-0.5}
 
     def write(config: ModelFields) -> dict[str, Any]:
-        # An integer in transformers: any other scale reads back with another value, so the loss is detected.
+        # An integer in transformers: any other scale reads back differently, so the loss is detected.
         return {key: round((config.attention_scale or config.head_dim**-0.5) ** -2)}
 
     return Rule(keys=(key,), read=read, write=write)
@@ -51,11 +51,12 @@ def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None)
         *UNUSED,
         DENSE,
         width_of_heads(family),
-        # Fixed for the family, without a key: norms multiply by 1 + weight, and are on both sides of each part.
+        # Fixed for the family, without a key: norms multiply by 1 + weight, before and after each sublayer.
         constant(norm_offset=True, norm_order="sandwich"),
         kv_heads(),
         head_dim(256),
         _query_scale(),
+        # Fixed as well: embeddings are multiplied by the square root of the width.
         Rule(read=lambda hf: {"embedding_scale": integer(hf, "hidden_size") ** 0.5}),
         same("rms_norm_eps", "norm_eps", default=1e-6),
         same("tie_word_embeddings", "tie_embeddings", default=True),
@@ -66,12 +67,12 @@ def _gemma(family: str, *, attention_cap: float | None, logit_cap: float | None)
         optional("final_logit_softcapping", "logit_softcap", default=logit_cap),
         only("attention_dropout", 0.0, None),
         only("use_bidirectional_attention", False, None, written=False),
-        # In old files; hidden_activation is the one that counts.
+        # In old files; hidden_activation takes precedence.
         only("hidden_act", "gelu_pytorch_tanh", written=False),
     )
 
 
-# The name in the released files comes first, because the first name of a meaning is written.
+# The name in released files comes first, because the first name for a meaning is written.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh"} | GATED_ACTIVATIONS
 
 GEMMA2 = Family(

@@ -1,7 +1,6 @@
-"""Text models of Gemma 4 without experts: global layers have their own heads, with keys as their values.
+"""Gemma 4 text models without experts: global layers have their own heads, with keys as values.
 
-Norms multiply by their weight, and are on both sides of each part. Values are normed too, an untrained factor scales
-the output of each layer, and the slowest pairs of the global layers' heads have no position.
+Values are normed too, and the slowest pairs in the global layers' heads have no position.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from longctx.families.rules import (
 from longctx.families.spec import Family, HfConfig, Rule
 from longctx.untrusted.reading import shown
 
+# Defaults in transformers' class.
 _PATTERN = 6
 _WINDOW = 512
 _HEADS = ("head_dim", "num_key_value_heads")
@@ -40,7 +40,7 @@ _ROPES: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     WINDOW: {"rope_type": "default", "rope_theta": 1e4},
 }
-"""Of a config.json that has none."""
+"""Defaults for a config.json without rope tables."""
 
 
 def _kinds(hf: HfConfig, count: int) -> list[str]:
@@ -48,7 +48,7 @@ def _kinds(hf: HfConfig, count: int) -> list[str]:
 
 
 def _kinds_of(hf: HfConfig) -> Any:
-    """Return the kinds of the layers; the last one is always global."""
+    """Return the layer kinds; the last one is always global."""
     kinds = hf.get("layer_types") or _kinds(hf, layer_count(hf))
     return [*kinds[:-1], FULL] if isinstance(kinds, list) and kinds else kinds
 
@@ -69,7 +69,7 @@ def _layers() -> Rule:
 
 
 def _global_heads() -> Rule:
-    """Return the rule for heads of global layers, by original keys or by transformers' table with all layers."""
+    """Return the rule for global layers' heads, by original keys or by transformers' table with all layers."""
     size, count, shares, table = "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -99,15 +99,15 @@ def _global_heads() -> Rule:
 
 
 def _agreed(table: Any, layers: Sequence[int]) -> Mapping[str, Any]:
-    """Return the common entry of the table for these layers; raise ConfigError for different or unsupported entries.
+    """Return the table's common entry for these layers; raise ConfigError for different or unsupported entries.
 
     An empty table gives an empty entry.
     """
-    # The decoder has one spec per kind of layer, so layers that differ are refused.
+    # The decoder has one spec per layer kind, so layers that differ are rejected.
     entries = list(table.values()) if isinstance(table, dict) else [table]
     fits = all(isinstance(entry, dict) and set(entry) <= set(_HEADS) for entry in entries)
     if entries and fits:
-        # transformers pads the numbers with zeros, so that they sort.
+        # transformers pads the layer numbers with zeros, so that they sort.
         digits = len(str(max(layers, default=0)))
         numbers = {str(key).zfill(digits) for key in table}
         fits = numbers == {str(layer).zfill(digits) for layer in layers}
@@ -130,7 +130,7 @@ def _rotary() -> Rule:
             raise ConfigError(f"{key}={shown(tables)} in config.json must have the tables {FULL} and {WINDOW}.")
         found: dict[str, dict[str, Any]] = {}
         for name, usual in _ROPES.items():
-            # If absent, the class's own table, as transformers fills it in.
+            # If absent, the class's own table, as in transformers.
             table = tables.get(name) or usual
             kinds = {"default", usual["rope_type"]}
             known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
@@ -150,7 +150,7 @@ def _rotary() -> Rule:
         if of_global["rope_type"] == "proportional":
             rope = Rope(theta=rope.theta, kind="proportional", partial=partial, factor=factor)
         local = of_window["rope_theta"]
-        # Without windows their base is not read, and a field that is not read is refused.
+        # Without windows their base is not read, and a field that is not read is rejected.
         if WINDOW not in _kinds_of(hf):
             local = 0.0
         return {"rope": rope, "local_rope_theta": local}
@@ -168,17 +168,19 @@ def _rotary() -> Rule:
     return Rule(keys=(key,), read=read, write=write)
 
 
-# The name in the released files comes first, because the first name of a meaning is written.
+# The name in released files comes first, because the first name for a meaning is written.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh"} | GATED_ACTIVATIONS
 _RULES = (
     ONE_STACK,
     DENSE,
+    # Norms multiply by their weight, unlike in Gemma 2 and 3. An untrained factor scales each layer's output.
     constant(norm_order="sandwich", qk_norm="head", v_norm=True, layer_scalars=True, attention_scale=1.0),
     kv_heads(),
     head_dim(256),
     _global_heads(),
     _layers(),
     _rotary(),
+    # Fixed in all Gemma models: embeddings are multiplied by the square root of the width.
     Rule(read=lambda hf: {"embedding_scale": integer(hf, "hidden_size") ** 0.5}),
     same("rms_norm_eps", "norm_eps", default=1e-6),
     same("tie_word_embeddings", "tie_embeddings", default=True),
@@ -187,9 +189,10 @@ _RULES = (
     both_biases(default=False),
     optional("final_logit_softcapping", "logit_softcap", default=None),
     only("attention_dropout", 0.0, None),
-    # For images: which of their tokens see each other.
+    # For images: which image tokens see each other.
     only("use_bidirectional_attention", None, False, "vision", written=False),
-    # These would add unsupported parts to a layer: experts besides the FFN, embeddings per layer, keys of other layers.
+    # These would add unsupported parts to a layer: experts in addition to the FFN, embeddings per layer, other layers'
+    # keys.
     only("enable_moe_block", False, written=False),
     only("hidden_size_per_layer_input", 0, absent=256),
     only("num_kv_shared_layers", 0, written=False),

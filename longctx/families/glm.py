@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: DeepSeek's experts with grouped-query attention, half of the channels rotary."""
+"""GLM-4.5 to 4.7: DeepSeek's experts with grouped-query attention and half the channels rotary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longctx.families.spec import Family, HfConfig, Rule
 
 
 def _switched_norm() -> Rule:
-    """Return the rule for norms of queries and keys, per head, controlled by a key."""
+    """Return the rule for per-head query and key norms, controlled by a key."""
     key = "use_qk_norm"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -38,7 +38,7 @@ GLM4_MOE = Family(
         first_dense(1),
         _switched_norm(),
         shared_experts(),
-        # Biases of queries, keys and values; the output projection has none.
+        # Query, key and value biases; the output projection has no bias.
         same("attention_bias", "qkv_bias", default=False),
         same("intermediate_size", "ffn_size"),
         same("moe_intermediate_size", "expert_ffn_size"),

@@ -1,7 +1,4 @@
-"""GPT-1 and GPT-2: learned positions, LayerNorm, transposed weights, and queries, keys and values in one tensor.
-
-GPT-1's norms come after each sum, GPT-2's before each part.
-"""
+"""GPT-1 and GPT-2: learned positions, LayerNorm, transposed weights, and queries, keys and values in one tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorR
 
 
 def _inner() -> Rule:
-    """Return the rule for the width of the FFN; null means four times the model width."""
+    """Return the rule for the FFN width; null means four times the model width."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         inner = hf.get("n_inner")
@@ -38,11 +35,12 @@ def _inner() -> Rule:
 
 
 def _dropout() -> Rule:
-    """Return the rule for one dropout probability of embeddings and residuals."""
+    """Return the rule for one dropout probability on embeddings and residuals."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        # 0.1 is the class default of transformers, and old files omit it.
+        # 0.1 is transformers' class default, and old files omit it.
         rates = {key: typed(key, hf.get(key, 0.1), "float") for key in ("resid_pdrop", "embd_pdrop")}
+        # A single field sets both rates here.
         if len(set(rates.values())) > 1:
             raise ConfigError(f"{rates} is not supported by this decoder; supported: the same for both.")
         return {"residual_dropout": rates["resid_pdrop"]}
@@ -54,7 +52,7 @@ def _dropout() -> Rule:
 
 
 def _read_context(hf: HfConfig) -> dict[str, Any]:
-    """Raise ConfigError if ``n_ctx``, the old name of the context length, has another value."""
+    """Raise ConfigError if ``n_ctx``, the old name for the context length, has another value."""
     if hf.get("n_ctx", hf.get("n_positions")) != hf.get("n_positions"):
         raise ConfigError(f"n_ctx={hf['n_ctx']} in config.json differs from n_positions={hf.get('n_positions')}.")
     return {}
@@ -108,7 +106,7 @@ _OF_OTHER_HEADS = frozenset(
 
 
 def _renamed(ours: tuple[str, ...], theirs: str, *, steps: tuple[str, ...] = ()) -> TensorRule:
-    """Return the rule for GPT's name, with the prefix of the full model, or without it as in old files."""
+    """Return the rule for GPT's name, with the full model's prefix, or without it as in old files."""
     names = (f"transformer.{theirs}", theirs)
     return TensorRule(parameters=ours, layouts=tuple(OnDisk(names=(name,), steps=steps) for name in names))
 
@@ -117,7 +115,7 @@ def _projection(*ours: str, theirs: str) -> tuple[TensorRule, ...]:
     """Return the rules for a weight, stored as [in, out], and its bias."""
     weights = tuple(f"{BLOCK}{name}.weight" for name in ours)
     biases = tuple(f"{BLOCK}{name}.bias" for name in ours)
-    # GPT's Conv1D holds its weight as [in, out]; a bias has one axis.
+    # GPT's Conv1D stores its weight as [in, out]; a bias has one axis.
     return (
         _renamed(weights, f"h.{{layer}}.{theirs}.weight", steps=("transposed",)),
         _renamed(biases, f"h.{{layer}}.{theirs}.bias"),
@@ -141,7 +139,7 @@ def _block_tensors(first_norm: str, second_norm: str) -> tuple[TensorRule, ...]:
     return attention + ffn + norms
 
 
-# Causal masks and positions, which old versions of transformers saved as buffers.
+# Causal masks and positions, which old transformers versions saved as buffers.
 _BUFFERS = (r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", r"(transformer\.)?position_ids")
 
 GPT1 = Family(
@@ -149,8 +147,9 @@ GPT1 = Family(
     architecture="OpenAIGPTLMHeadModel",
     rules=(
         *_COMMON,
+        # GPT-1 applies norms after each sum, GPT-2 before each sublayer.
         constant(norm_order="post"),
-        # An FFN of another width reads back with this one, so the loss is detected.
+        # A different FFN width reads back as this one, so the loss is detected.
         Rule(read=lambda hf: {"ffn_size": 4 * integer(hf, "n_embd")}),
         translated("afn", "activation", _ACTIVATIONS_1, default="gelu"),
     ),
@@ -170,7 +169,7 @@ GPT2 = Family(
         *_COMMON,
         _inner(),
         translated("activation_function", "activation", _ACTIVATIONS, default="gelu_new"),
-        # Other scales of the scores than head_dim^-½.
+        # Score scales other than head_dim^-½ are not supported.
         only("scale_attn_weights", True),
         only("scale_attn_by_inverse_layer_idx", False),
         only("reorder_and_upcast_attn", False),

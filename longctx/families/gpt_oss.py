@@ -1,6 +1,6 @@
-"""GPT-OSS: sinks, alternating windows, experts with biases and with gate and up rows that alternate on disk.
+"""GPT-OSS: sinks, alternating windows, experts with biases, gate and up rows that alternate on disk.
 
-Weights are bfloat16 (or any other plain dtype); the 4-bit blocks of the released files have to be unpacked first.
+Weights are bfloat16 (or any other plain dtype); the released files' 4-bit blocks (MXFP4) are read as bfloat16.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from longctx.families.rotary import rotary
 from longctx.families.rules import SIZES, UNUSED, both_biases, constant, head_dim, kv_heads, only, same
 from longctx.families.spec import MLP, Family, OnDisk, TensorRule, renamed
 
-# Used by transformers if a config.json has no rope: the released models' own.
+# transformers' default for a config.json without a rope: the released models' own.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -22,7 +22,7 @@ _ROPE = {
 
 
 def _reordered(name: str, *steps: str) -> TensorRule:
-    """Return the rule for a parameter with its own name, stored in another order."""
+    """Return the rule for a parameter stored under its own name, in another order."""
     return TensorRule(parameters=(MLP + name,), layouts=(OnDisk(names=(MLP + name,), steps=steps),))
 
 
@@ -44,7 +44,7 @@ GPT_OSS = Family(
         same("num_local_experts", "num_experts", also=("num_experts",), least=1),
         same("num_experts_per_tok", "experts_per_token", also=("experts_per_token",)),
         same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
-        # The constants of the activation ``swiglu_oai``.
+        # Constants in the activation ``swiglu_oai``.
         only("hidden_act", "silu"),
         only("swiglu_alpha", 1.702),
         only("swiglu_limit", 7.0),

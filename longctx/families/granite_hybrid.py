@@ -1,4 +1,4 @@
-"""Granite 4 hybrid: layers of Mamba-2 and some of softmax attention, mostly without positions; shared experts."""
+"""Granite 4 hybrid: Mamba-2 layers and some softmax attention, mostly without positions; shared experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorR
 from longctx.untrusted.reading import shown
 
 _MAKERS = {"mamba": LINEAR, "attention": FULL}
-"""The makers' names of the kinds of layers."""
+"""The makers' names for layer kinds."""
 _SIZES = {
     "mamba_n_groups": ("delta_key_heads", 1),
     "mamba_n_heads": ("delta_value_heads", 128),
@@ -65,7 +65,7 @@ def _layers() -> Rule:
 
 
 def _positions() -> Rule:
-    """Return the rule for rotary positions, or none if the config does not request them."""
+    """Return the rule for rotary positions, or for no positions if the config does not request them."""
     rope, key = rotary(), "position_embedding_type"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -84,12 +84,12 @@ def _positions() -> Rule:
 
 
 def _ffn() -> Rule:
-    """Return the rule for routed experts besides a shared one; without routed ones, the shared one is the FFN."""
+    """Return the rule for routed experts with a shared one; without routed ones, the shared one is the FFN."""
     keys = ("num_local_experts", "num_experts_per_tok", "intermediate_size", "shared_intermediate_size")
 
     def read(hf: HfConfig) -> dict[str, Any]:
         routed, shared = integer(hf, keys[0], 8), integer(hf, keys[3], 1024)
-        # The dense models of the series have only a shared expert, in place of an FFN.
+        # The series' dense models have only a shared expert, in place of an FFN.
         if not routed:
             return {"num_experts": 0, "ffn_size": shared}
         return {
@@ -111,12 +111,12 @@ def _ffn() -> Rule:
 
 
 def _step_limit() -> Rule:
-    """Return the rule for limits of dt, none of which is supported."""
+    """Return the rule for limits on dt, which are not supported."""
     key = "time_step_limit"
 
     def read(hf: HfConfig) -> dict[str, Any]:
         given = hf.get(key)
-        # JSON has no infinity: the second form is the one that transformers writes.
+        # JSON has no infinity: transformers writes the second form.
         no_limits = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
         if given is not None and given not in no_limits:
             raise ConfigError(f"{key}={shown(given)} in config.json is not supported; supported: no limit.")
@@ -126,12 +126,10 @@ def _step_limit() -> Rule:
 
 
 def _projection_rows(config: ModelFields) -> Sequence[int]:
-    """Return the rows on disk of our projection rows.
-
-    On disk the order is gates, values, keys, queries, steps. Here queries come before keys and values.
-    """
+    """Return the disk row for each of our projection rows."""
     K, H, D, V, _ = config.delta_sizes
     values = H * V
+    # On disk: gates, values, keys, queries, steps. Here: gates, queries, keys, values, steps.
     steps = 2 * values + 2 * K * D
     rows = list(range(values))
     rows += [values + row for row in _channel_rows(config)]
@@ -140,7 +138,7 @@ def _projection_rows(config: ModelFields) -> Sequence[int]:
 
 
 def _channel_rows(config: ModelFields) -> Sequence[int]:
-    """Return the rows of queries, keys and values in the order values, keys, queries on disk."""
+    """Return the disk rows of queries, keys and values; the order on disk is values, keys, queries."""
     K, H, D, V, _ = config.delta_sizes
     values, keys = H * V, K * D
     rows = list(range(values + keys, values + 2 * keys))
@@ -150,7 +148,7 @@ def _channel_rows(config: ModelFields) -> Sequence[int]:
 
 
 def _of_mamba(name: str, *members: str, rows: Any = None) -> TensorRule:
-    """Return the rule for parameters of a Mamba-2 layer that are one tensor on disk."""
+    """Return the rule for a Mamba-2 layer's parameters that are one tensor on disk."""
     return TensorRule(
         parameters=tuple(f"{BLOCK}self_attn.{member}.weight" for member in members),
         layouts=(OnDisk(names=(f"{BLOCK}mamba.{name}",), rows=rows),),
@@ -210,6 +208,6 @@ GRANITE_HYBRID = Family(
         ),
         renamed("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
     ),
-    # Computation of chunks, and weight initialisation.
+    # Chunked computation, and weight initialisation.
     ignored_keys=frozenset({"mamba_chunk_size", "init_method", "output_router_logits"}),
 )

@@ -1,7 +1,4 @@
-"""Kimi Linear: layers of Kimi Delta Attention, with every fourth one of softmax attention, and DeepSeek's experts.
-
-The softmax layers are latent attention without positions: the channels that DeepSeek rotates stay unrotated.
-"""
+"""Kimi Linear: Kimi Delta Attention layers, with softmax attention in every fourth layer, and DeepSeek's experts."""
 
 from __future__ import annotations
 
@@ -32,19 +29,20 @@ _SIZES = {
     "linear_head_dim": "head_dim",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
-"""transformers' names of the sizes, and the makers' in a table of their own."""
+"""transformers' size keys, and the makers' keys in a table of their own."""
 
 
 def _delta_layers() -> Rule:
-    """Return the rule for layers of Kimi Delta Attention and their sizes.
+    """Return the rule for Kimi Delta Attention layers and their sizes.
 
-    It reads the original table, or transformers' keys if there is none.
+    Sizes come from the original table, or from transformers' keys for entries that it lacks.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
         count, table = layer_count(hf), hf.get(_DELTA) or {}
         if not isinstance(table, dict):
             raise ConfigError(f"{_DELTA}={shown(table)} in config.json must be a table.")
+        # transformers writes layer_types; the makers' files list layers in a table.
         kinds = hf.get("layer_types") or _by_table(table, count)
         if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, LINEAR) for kind in kinds):
             raise ConfigError(
@@ -52,7 +50,7 @@ def _delta_layers() -> Rule:
                 f"layer, each {FULL} or {LINEAR}."
             )
         found: dict[str, Any] = {"layers": tuple({FULL: "full", LINEAR: "kda"}[kind] for kind in shortest(kinds))}
-        # Sizes are not part of a model without such layers.
+        # A model without such layers needs no sizes.
         if LINEAR in kinds:
             heads, width, conv = (
                 integer(table, theirs) if theirs in table else integer(hf, ours, usual)
@@ -71,11 +69,11 @@ def _delta_layers() -> Rule:
 
 
 def _by_table(table: dict[str, Any], count: int) -> list[str]:
-    """Return the kinds of the layers, numbered from 1 in the original table; without a table every fourth is full."""
-    # transformers' own pattern: layer 0 is linear, too.
+    """Return the layer kinds, numbered from 1 in the original table; without a table every fourth is full."""
+    # transformers' own pattern: layer 0 is linear too.
     if "full_attn_layers" not in table and "kda_layers" not in table:
         return [FULL if n and n % 4 == 0 else LINEAR for n in range(count)]
-    # A layer in neither list has no kind.
+    # A layer in neither list keeps an empty kind, which the caller rejects.
     kinds = [""] * count
     for key, kind in (("full_attn_layers", FULL), ("kda_layers", LINEAR)):
         numbers = table.get(key)
@@ -89,11 +87,11 @@ def _by_table(table: dict[str, Any], count: int) -> list[str]:
 
 
 def _dense_layers() -> Rule:
-    """Return the rule for dense layers: by name, or else the first ``first_k_dense_replace``."""
+    """Return the rule for dense layers: by name, or the first ``first_k_dense_replace``."""
     by_number, key = first_dense(1), "mlp_layer_types"
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        # transformers 5 writes names, the original files have a number.
+        # transformers 5 writes names; the original files have a number.
         names = hf.get(key)
         if names is None:
             return by_number.read(hf)
@@ -109,7 +107,7 @@ def _dense_layers() -> Rule:
 
 
 def _head_sizes() -> Rule:
-    """Return the rule for a head's own channels and the shared ones; ``head_dim`` of released files is ignored."""
+    """Return the rule for a head's own and shared channels; ``head_dim`` in released files is ignored."""
     own, shared = "qk_nope_head_dim", "qk_rope_head_dim"
     return Rule(
         keys=(own, shared, "head_dim", "qk_head_dim"),
@@ -119,26 +117,24 @@ def _head_sizes() -> Rule:
 
 
 def _of_layer(ours: str, *layouts: OnDisk) -> TensorRule:
-    """Return the rule for a parameter of each block."""
+    """Return the rule for a parameter in each block."""
     return TensorRule(parameters=(BLOCK + ours,), layouts=layouts)
 
 
 def _experts_side(ours: str, *, makers: str = "block_sparse_moe") -> TensorRule:
-    """Return the rule for a parameter of ``mlp``, which is ``block_sparse_moe`` in layers of experts.
-
-    transformers writes that name in all layers.
-    """
+    """Return the rule for a parameter in ``mlp``, which is ``block_sparse_moe`` in layers with experts."""
+    # transformers writes block_sparse_moe in all layers.
     other = {"mlp": "block_sparse_moe", "block_sparse_moe": "mlp"}[makers]
     return renamed(f"mlp.{ours}", f"{makers}.{ours}", f"{other}.{ours}")
 
 
 def _forget_gate(name: str) -> TensorRule:
-    """Return the rule for a factor of the decays' projection, which has a separate module in transformers."""
+    """Return the rule for a low-rank factor of the decay projection, which is in a separate module in transformers."""
     return renamed(f"self_attn.{name}.weight", f"self_attn.{name}.weight", f"self_attn.forget_gate.{name}.weight")
 
 
 def _shared_expert(part: str) -> TensorRule:
-    """Return the rule for a matrix of the shared experts."""
+    """Return the rule for a shared-expert matrix."""
     makers, theirs = (f"{folder}.shared_experts.{part}.weight" for folder in ("block_sparse_moe", "mlp"))
     return renamed(f"mlp.shared_expert.{part}.weight", makers, theirs)
 
@@ -148,6 +144,7 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 _LLAMA = tuple(rule for rule in llama_like(eps=1e-5) if "max_position_embeddings" not in rule.keys)
 _RULES = (
     same("model_max_length", "max_positions", also=("max_position_embeddings",)),
+    # The softmax layers are latent attention without positions: the channels that DeepSeek rotates stay unrotated.
     constant(position="none", score_function="sigmoid", selection_bias=True),
     kv_heads(default_is_heads=True),
     _delta_layers(),
@@ -175,11 +172,12 @@ _RULES = (
 )
 _TENSORS = (
     _of_layer(
+        # Three tensors in the original files, one in transformers' module.
         "self_attn.conv1d.weight",
         OnDisk(names=tuple(f"{BLOCK}self_attn.{part}_conv1d.weight" for part in "qkv")),
         OnDisk(names=(f"{BLOCK}self_attn.conv1d.weight",)),
     ),
-    # The names in the original files, and in transformers' modules.
+    # Names in the original files, then in transformers' modules.
     _of_layer(
         "self_attn.A_log.weight",
         OnDisk(names=(f"{BLOCK}self_attn.A_log",), steps=("per_head",)),
@@ -200,6 +198,6 @@ KIMI_LINEAR = Family(
     + tuple(_shared_expert(part) for part in _PARTS)
     + tuple(_experts_side(f"{part}.weight", makers="mlp") for part in _PARTS)
     + per_expert(_EXPERT + "w1.weight", _EXPERT + "w3.weight", _EXPERT + "w2.weight"),
-    # The computation of a choice without groups, and the base of a rope that no layer has.
+    # A switch for expert selection without groups, and the base of a rope that no layer has.
     ignored_keys=frozenset({"output_router_logits", "use_grouped_topk", "rope_theta"}),
 )

@@ -1,4 +1,4 @@
-"""Rules for differences between layers: windows, and which layers have experts."""
+"""Rules for differences between layers: attention kinds, windows, positions, dense and expert FFNs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OURS = {FULL: "full", WINDOW: "window"}
 
 T = TypeVar("T")
 Kinds = Callable[[HfConfig, int], list[str]]
-"""The layers' kinds where config.json has no layer_types, from config.json and their number."""
+"""Layer kinds from config.json and the layer count, if config.json has no layer_types."""
 
 
 def full_attention() -> Rule:
@@ -35,6 +35,7 @@ def one_window(default: int | None) -> Rule:
     """Return the rule for ``sliding_window`` in all layers, or null (Mistral)."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
+        # Null disables the window; an absent key means the default.
         window = hf.get("sliding_window", default)
         return _uniform(hf, window)
 
@@ -47,8 +48,8 @@ def one_window(default: int | None) -> Rule:
 def one_switched_window(*, named: bool = False) -> Rule:
     """Return the rule for ``sliding_window`` with a switch ``use_sliding_window`` (Qwen3-MoE).
 
-    max_window_layers has no effect there. With ``named``, layer_types must be present if the switch is on (Qwen2-MoE):
-    versions of transformers differ in how they read its absence, and a mixture.
+    max_window_layers has no effect here. With ``named``, layer_types must be present if the switch is on (Qwen2-MoE):
+    transformers versions differ in how they read its absence, and a mixture.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def one_switched_window(*, named: bool = False) -> Rule:
         written: dict[str, Any] = {"use_sliding_window": bool(config.window)}
         if config.window:
             written["sliding_window"] = config.window
-        # Both, so that every version of transformers reads a window in all layers.
+        # Write both, so that every transformers version reads a window in all layers.
         if config.window and named:
             written |= {"max_window_layers": 0, "layer_types": [WINDOW] * config.num_layers}
         return written
@@ -77,10 +78,10 @@ def one_switched_window(*, named: bool = False) -> Rule:
 
 
 def switched_windows(kinds: Kinds) -> Rule:
-    """Return the rule for windows in the layers named by layer_types, with a switch ``use_sliding_window`` (Qwen)."""
+    """Return the rule for windows in layers named by layer_types, with a switch ``use_sliding_window`` (Qwen)."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
-        # If switched off, windows in layer_types are a contradiction, which ``_layers`` refuses.
+        # If switched off, windows in layer_types are a contradiction, which ``_layers`` rejects.
         if not _switched_on(hf):
             return _layers(hf, _given(hf) or [FULL] * layer_count(hf), None)
         return _layers(hf, _given(hf) or kinds(hf, layer_count(hf)), hf.get("sliding_window", 4096))
@@ -89,7 +90,7 @@ def switched_windows(kinds: Kinds) -> Rule:
         if not config.window:
             return {"use_sliding_window": False}
         named = _named(config)
-        # Read by versions of transformers without layer_types.
+        # For transformers versions without layer_types.
         leading = next((n for n, kind in enumerate(named) if kind == WINDOW), len(named))
         return {
             "use_sliding_window": True,
@@ -103,9 +104,9 @@ def switched_windows(kinds: Kinds) -> Rule:
 
 
 def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
-    """Return the rule for windows in the layers named by layer_types (Gemma, GPT-OSS).
+    """Return the rule for windows in layers named by layer_types (Gemma, GPT-OSS).
 
-    ``pattern_key`` is read by versions of transformers before layer_types: the interval between full layers.
+    ``pattern_key`` is for transformers versions before layer_types: the interval between full layers.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -127,12 +128,12 @@ def windows(default: int, kinds: Kinds, *, pattern_key: str = "") -> Rule:
 
 
 def has_windows(hf: HfConfig, kinds: Kinds) -> bool:
-    """Return whether a family with ``windows(…, kinds)`` has any here."""
+    """Return True if a family with ``windows(…, kinds)`` has window layers here."""
     return WINDOW in (_given(hf) or kinds(hf, layer_count(hf)))
 
 
 def from_layer_on(hf: HfConfig, count: int) -> list[str]:
-    """Return full attention below ``max_window_layers``, windows from there on (Qwen2, Qwen3)."""
+    """Return full attention below ``max_window_layers``, and windows from there on (Qwen2, Qwen3)."""
     leading = integer(hf, "max_window_layers", 28)
     return [FULL if layer < leading else WINDOW for layer in range(count)]
 
@@ -143,7 +144,7 @@ def every_other(hf: HfConfig, count: int) -> list[str]:
 
 
 def every_nth_full(hf: HfConfig, count: int) -> list[str]:
-    """Return full attention in each ``sliding_window_pattern``-th layer (Gemma 3)."""
+    """Return full attention in every ``sliding_window_pattern``-th layer (Gemma 3)."""
     every = first_of(hf, ("sliding_window_pattern", "_sliding_window_pattern"), 6)
     if typed("sliding_window_pattern", every, "int") < 1:
         raise ConfigError(f"sliding_window_pattern={every} in config.json must be at least 1.")
@@ -151,7 +152,7 @@ def every_nth_full(hf: HfConfig, count: int) -> list[str]:
 
 
 def _kinds(count: int, has_window: Callable[[int], bool]) -> list[str]:
-    """Return the layer_types of ``count`` layers."""
+    """Return layer_types for ``count`` layers."""
     kinds = [FULL] * count
     for layer in range(count):
         if has_window(layer):
@@ -160,7 +161,7 @@ def _kinds(count: int, has_window: Callable[[int], bool]) -> list[str]:
 
 
 def rotary_layers() -> Rule:
-    """Return the rule for layers without positions, 0 in ``no_rope_layers``; by default every fourth (SmolLM3)."""
+    """Return the rule for layers without positions: 0 in ``no_rope_layers``, by default every fourth (SmolLM3)."""
     key, every = "no_rope_layers", "no_rope_layer_interval"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def rotary_layers() -> Rule:
 
 
 def delta_layers(kind: str) -> Rule:
-    """Return the rule for layers with a gated delta rule of this kind, and their sizes (Qwen).
+    """Return the rule for gated delta layers of this kind, and their sizes (Qwen).
 
     layer_types calls them linear attention.
     """
@@ -226,7 +227,7 @@ def delta_layers(kind: str) -> Rule:
 
 
 def sparse_steps() -> Rule:
-    """Return the rule for dense layers: in ``mlp_only_layers``, or skipped by ``decoder_sparse_step`` (Qwen)."""
+    """Return the rule for dense layers: listed in ``mlp_only_layers``, or skipped by ``decoder_sparse_step`` (Qwen)."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         count, step = layer_count(hf), integer(hf, "decoder_sparse_step", 1)
@@ -240,14 +241,14 @@ def sparse_steps() -> Rule:
         return {"dense_layers": tuple(n for n in range(count) if n in named or (n + 1) % step)}
 
     def write(config: ModelFields) -> dict[str, Any]:
-        # Layer by layer, which can express any choice; a step cannot.
+        # A list of layers can express any selection; a step cannot.
         return {"decoder_sparse_step": 1, "mlp_only_layers": sorted(config.dense_layers)}
 
     return Rule(keys=("decoder_sparse_step", "mlp_only_layers"), read=read, write=write)
 
 
 def _are_layers(value: Any, count: int) -> bool:
-    """Return whether a value is a list of valid layer numbers, at most as many as there are layers."""
+    """Return True if a value is a list of valid layer numbers, no longer than the layer count."""
     return (
         isinstance(value, list)
         and len(value) <= count
@@ -256,7 +257,7 @@ def _are_layers(value: Any, count: int) -> bool:
 
 
 def first_dense(default: int) -> Rule:
-    """Return the rule for the first ``first_k_dense_replace`` layers being dense (DeepSeek)."""
+    """Return the rule for dense FFNs in the first ``first_k_dense_replace`` layers (DeepSeek)."""
     key = "first_k_dense_replace"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -269,7 +270,7 @@ def first_dense(default: int) -> Rule:
 
 
 def _uniform(hf: HfConfig, window: Any) -> dict[str, Any]:
-    """Return the fields for windows in all layers or in none; raise ConfigError if layer_types differs."""
+    """Return the fields for windows in all layers or in no layer; raise ConfigError if layer_types differs."""
     meant = _kinds(layer_count(hf), lambda _: window is not None)
     given = _given(hf)
     if given is not None and given != meant:
@@ -281,7 +282,7 @@ def _uniform(hf: HfConfig, window: Any) -> dict[str, Any]:
 
 
 def _layers(hf: HfConfig, kinds: list[str], window: Any) -> dict[str, Any]:
-    """Return the fields for layers of these kinds; raise ConfigError if they need a window and there is none."""
+    """Return the fields for these layer kinds; raise ConfigError if they need a window and it is missing."""
     if WINDOW not in kinds:
         return {"layers": ("full",), "window": 0}
     if window is None or typed("sliding_window", window, "int") < 1:
@@ -289,17 +290,17 @@ def _layers(hf: HfConfig, kinds: list[str], window: Any) -> dict[str, Any]:
             f"sliding_window={shown(window)} (use_sliding_window={shown(hf.get('use_sliding_window'))}) goes with no "
             f"{WINDOW} in layer_types={shown(kinds)}; it must be at least 1."
         )
-    # The shortest pattern: a model of 32 windows says "window" once, also in our files and messages.
+    # The shortest pattern: a model with 32 window layers names "window" once, also in our files and messages.
     return {"layers": tuple(_OURS[kind] for kind in shortest(kinds)), "window": window}
 
 
 def _switched_on(hf: HfConfig) -> bool:
-    """Return ``use_sliding_window``, which switches the window on in the Qwen families."""
+    """Return ``use_sliding_window``, which enables windows in the Qwen families."""
     return typed("use_sliding_window", hf.get("use_sliding_window", False), "bool")
 
 
 def _given(hf: HfConfig) -> list[str] | None:
-    """Return the layer_types of config.json; None if absent."""
+    """Return layer_types from config.json; None if absent."""
     kinds = hf.get("layer_types")
     if kinds is None:
         return None
@@ -318,13 +319,13 @@ def _checked(kinds: Any, hf: HfConfig) -> list[str]:
 
 
 def _named(config: ModelFields) -> list[str]:
-    """Return the layer_types of a config."""
+    """Return a config's layer_types."""
     return _kinds(config.num_layers, lambda layer: config.layer_kind(layer) == "window")
 
 
 def shortest(kinds: list[T]) -> tuple[T, ...]:
-    """Return the shortest prefix that gives all of ``kinds`` when repeated."""
+    """Return the shortest prefix that gives all ``kinds`` when repeated."""
     count = len(kinds)
-    # There always is one: the full list.
+    # The full list always matches.
     sizes = (n for n in range(1, count + 1) if all(kinds[i] == kinds[i % n] for i in range(count)))
     return tuple(kinds[: next(sizes)])

@@ -1,8 +1,6 @@
-"""Keys that tools leave in a config.json and that do not affect the network: they are skipped, and an import logs them.
+"""Keys that tools leave in a config.json without an effect on the network: they are skipped, and an import logs them.
 
-A key is listed only if transformers 5.24 computes the same logits with it and without, in every family here
-(``tests/longctx/families/test_leftover.py``). Some of them have a meaning in other programs: vLLM scales attention by
-``attn_factor``. Any other unknown key is refused, because it may change the model.
+Any other unknown key is rejected, because it may change the model.
 """
 
 from __future__ import annotations
@@ -14,6 +12,9 @@ from typing import Any
 from longctx.untrusted.reading import printable
 
 _ANY: tuple[Any, ...] = ()
+# A key is listed only if transformers 5.24 computes the same logits with it and without, in every family here
+# (tests/longctx/families/test_leftover.py). Some have a meaning in other programs: vLLM scales attention by
+# attn_factor.
 _TOOLS = (
     "unsloth_version", "unsloth_fixed", "model_name", "transformers.js_config", "name_or_path", "_commit_hash",
     "model_max_length", "tokenizer_padding_side", "tokenizer_model_max_length", "padding_side", "finetuning_task",
@@ -30,7 +31,7 @@ _GENERATION = (
 )  # fmt: skip
 _LEFTOVER: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((*_TOOLS, *_GENERATION), _ANY),
-    # Only with the value that leaves the network unchanged.
+    # Only with values that leave the network unchanged.
     "quantization_config": (None,),
     "pruned_heads": (None, {}),
     "add_cross_attention": (None, False),
@@ -41,7 +42,7 @@ _LEFTOVER: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
     "pretraining_tp": _ANY,
 }
-"""Key -> the values with which it changes nothing; none are named if all of them are."""
+"""Key -> values with which it has no effect; empty if that holds for all values."""
 
 IN_ROPE_TABLES = frozenset({"attn_factor", "extrapolation_factor", "finetuned"})
 """The same within rope_scaling and rope_parameters."""
@@ -51,7 +52,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 
 
 def is_leftover(key: str, value: Any) -> bool:
-    """Return whether a key of config.json that the family's rules do not read is irrelevant to the network."""
+    """Return True if a config.json key that the family's rules do not read is irrelevant to the network."""
     if key not in _LEFTOVER:
         return False
     allowed = _LEFTOVER[key]
@@ -60,7 +61,7 @@ def is_leftover(key: str, value: Any) -> bool:
 
 
 def leftover_keys(config: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """Return the skipped keys of a config.json, with their values; ``known`` keys are read."""
+    """Return a config.json's skipped keys, with their values; ``known`` keys are read."""
     found = {key: value for key, value in config.items() if key not in known and is_leftover(key, value)}
     for table in _TABLES:
         for where, key, value in _in_table(table, config.get(table)):
@@ -69,9 +70,9 @@ def leftover_keys(config: Mapping[str, Any], known: frozenset[str]) -> dict[str,
 
 
 def how_to_delete(keys: Sequence[str]) -> str:
-    """Return advice about unknown keys of config.json or of a table in it, with a command to run in the folder."""
+    """Return a hint about unknown keys in config.json or its tables, with a command to run in the folder."""
     advice = "If they change the model, it is not supported. If they do not, delete them from config.json"
-    # The keys are untrusted: characters that a shell or Python interprets must not be in the command, nor may it fill a
+    # The keys are untrusted: the command must not contain characters that a shell or Python interprets, nor fill a
     # screen.
     if len(keys) > _MOST_DELETED or not all(_PLAIN.fullmatch(key) for key in keys):
         return f"{advice}."
@@ -84,7 +85,7 @@ def how_to_delete(keys: Sequence[str]) -> str:
 
 
 def _in_table(where: str, table: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield place, key and value of each such key of a rope table, or of one within it (Gemma 3)."""
+    """Yield path, key and value of each such key in a rope table, or in a nested one (Gemma 3)."""
     if not isinstance(table, dict):
         return
     for key, value in table.items():

@@ -23,7 +23,7 @@ from longctx.families.rules import (
 )
 from longctx.families.spec import Family, HfConfig, Rule
 
-# No key of a dense family says so.
+# Dense families have no key for experts.
 DENSE = constant(num_experts=0)
 
 _SHARED = (
@@ -38,7 +38,7 @@ _LLAMA = (
     width_of_heads("llama"),
     head_dim(),
     rotary(),
-    # Splits products as tensor-parallel training did, to get the same rounding.
+    # Splits matmuls as tensor-parallel training did, to get the same rounding.
     only("pretraining_tp", 1),
 )
 
@@ -46,7 +46,7 @@ LLAMA = Family(model_type="llama", architecture="LlamaForCausalLM", rules=llama_
 
 
 def _mistral(rope: Rule, *, window: int | None) -> tuple[Rule, ...]:
-    """Return the rules of Mistral and Ministral 3."""
+    """Return the rules shared by Mistral and Ministral 3."""
     return llama_like(
         DENSE,
         constant(qkv_bias=False),
@@ -73,14 +73,14 @@ MINISTRAL3 = Family(
             theta=1e6,
             default=_MINISTRAL_ROPE,
             growth_key="llama_4_scaling_beta",
-            # The maximum length a second time.
+            # The maximum length, repeated.
             ignored=frozenset({"max_position_embeddings"}),
         ),
         window=None,
     ),
 )
 
-# No positions in every fourth layer, or in the layers of a list.
+# No positions in every fourth layer, or in listed layers.
 _SMOLLM3 = (
     divided_head_dim(),
     rotary(theta=2_000_000.0),
@@ -107,7 +107,7 @@ def _divided(key: str, name: str) -> Rule:
 
 
 def _score_factor() -> Rule:
-    """Return the rule for the factor of the scores."""
+    """Return the rule for the score scale."""
     key = "attention_multiplier"
 
     def write(config: ModelFields) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _score_factor() -> Rule:
     )
 
 
-# Factors of the embeddings, of each part's output, of scores and of logits (muP).
+# Factors on embeddings, sublayer outputs, scores and logits (muP).
 GRANITE_FACTORS = (
     divided_head_dim(),
     same("embedding_multiplier", "embedding_scale", default=1.0),

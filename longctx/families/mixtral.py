@@ -22,7 +22,7 @@ MIXTRAL = Family(
         same("num_local_experts", "num_experts", also=("num_experts",), least=1),
         same("num_experts_per_tok", "experts_per_token"),
         same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
-        # transformers draws this jitter from its own generator; ours is model.router_jitter.
+        # transformers samples this jitter from its own generator; ours is model.router_jitter.
         only("router_jitter_noise", 0.0),
         eps=1e-5,
     ),
@@ -41,6 +41,7 @@ MINIMAX_M2 = Family(
         constant(qkv_bias=False, qk_norm="full", normalize_gates=True, score_function="sigmoid", selection_bias=True),
         kv_heads(),
         head_dim(128),
+        # rotary_dim counts rotary channels per head.
         rotary(theta=5_000_000.0, partial=1.0, size_key="rotary_dim"),
         full_attention(),
         same("intermediate_size", "expert_ffn_size"),
@@ -48,7 +49,7 @@ MINIMAX_M2 = Family(
         same("num_experts_per_tok", "experts_per_token"),
         same("router_aux_loss_coef", "balance_loss_weight", default=0.001),
         only("router_jitter_noise", 0.0),
-        # Further keys of the class in the released files.
+        # Further keys that the released files have for the class.
         only("scoring_func", "sigmoid", written=False),
         only("use_routing_bias", True, written=False),
         only("use_qk_norm", True, written=False),

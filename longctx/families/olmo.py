@@ -1,6 +1,6 @@
-"""OLMo 2 and 3: a norm on the output of each part and none before it; windows in three of four layers of OLMo 3.
+"""OLMo 2 and 3: a norm on each sublayer's output instead of its input; windows in three of four OLMo 3 layers.
 
-OLMo Hybrid has layers with a gated delta rule instead of the windows, with norms before their parts.
+OLMo Hybrid has gated delta layers instead of the windows, with norms before their sublayers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from longctx.families.rotary import global_and_local_rotary, rotary
 from longctx.families.rules import both_biases, constant, divided_head_dim, integer, kv_heads, llama_like, same
 from longctx.families.spec import BLOCK, Family, HfConfig, OnDisk, Rule, TensorRule, renamed
 
-# The norms keep their names from transformers' Llama, but come after the part instead of before it.
+# The norms keep their names from transformers' Llama, but come after the sublayer instead of before it.
 _OLMO = llama_like(
     DENSE,
     constant(qk_norm="full", norm_order="output"),
@@ -36,13 +36,15 @@ OLMO2 = Family(model_type="olmo2", architecture="Olmo2ForCausalLM", rules=_OLMO 
 
 
 def _hybrid_sizes() -> Rule:
-    """Return the rule for sizes of gated delta layers, which are derived from the model's if absent."""
+    """Return the rule for gated delta layer sizes, which are derived from the model's if absent."""
     named = delta_layers("gated_delta")
 
     def read(hf: HfConfig) -> dict[str, Any]:
         # Null means the same as an absent key.
         given = {key: value for key, value in hf.items() if value is not None}
         heads = integer(hf, "num_attention_heads")
+        # transformers' defaults: as many heads as attention, keys 3/4 as wide as its heads, values twice as wide as
+        # keys.
         sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads, **given}
         width = integer(hf, "hidden_size") * 3 // (4 * max(1, integer(sizes, "linear_num_key_heads")))
         sizes = {"linear_key_head_dim": width, **sizes}
@@ -52,7 +54,7 @@ def _hybrid_sizes() -> Rule:
 
 
 def _positions() -> Rule:
-    """Return the rule for rotary positions, or none without a base."""
+    """Return the rule for rotary positions, or for no positions without a base."""
     rope = rotary()
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def _positions() -> Rule:
 
 
 def _widths(config: ModelFields) -> Sequence[int]:
-    """Return the channels of queries, keys and values of a gated delta layer."""
+    """Return the query, key and value channels in a gated delta layer."""
     K, H, D, V, _ = config.delta_sizes
     return K * D, K * D, H * V
 
@@ -85,7 +87,7 @@ def _is_delta(config: ModelFields, layer: int) -> bool:
 
 
 def _of_delta(ours: str, theirs: str = "") -> TensorRule:
-    """Return the rule for a parameter of a gated delta layer, by default with the same name on disk."""
+    """Return the rule for a gated delta layer's parameter, by default with the same name on disk."""
     return renamed(f"self_attn.{ours}", f"linear_attn.{theirs or ours}")
 
 

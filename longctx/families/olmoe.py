@@ -1,4 +1,4 @@
-"""OLMoE."""
+"""OLMoE: experts in all layers, norms over full queries and keys."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from longctx.families.spec import BLOCK, Family, OnDisk, TensorRule
 
 
 def _joined(name: str, *members: str) -> TensorRule:
-    """Return the rule for parameters that are concatenated in one tensor."""
+    """Return the rule for parameters concatenated in one tensor."""
     return TensorRule(
         parameters=tuple(f"{BLOCK}{member}.weight" for member in members),
         layouts=(OnDisk(names=(f"{BLOCK}{name}.weight",)),),
@@ -25,7 +25,7 @@ PHI3 = Family(
         constant(qkv_bias=False),
         kv_heads(default_is_heads=True),
         divided_head_dim(),
-        # Its config.json always names the length before stretching.
+        # Its config.json always names the original length.
         rotary(partial=1.0, names_original=True),
         one_window(default=None),
         same("intermediate_size", "ffn_size"),

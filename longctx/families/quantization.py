@@ -1,4 +1,4 @@
-"""Quantization scheme in ``quantization_config`` of a config.json: the storage format of the weights. Pure.
+"""Quantization scheme from ``quantization_config`` in config.json: the weights' storage format. Imports no torch.
 
 Weights are read as the bfloat16 values that the scheme's reference code computes, and trained and exported as such.
 """
@@ -17,17 +17,17 @@ KEYS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True)
 class Quantization:
-    """Storage scheme of the quantised weights in a folder."""
+    """Storage scheme for a folder's quantised weights."""
 
     kind: Literal["fp8", "mxfp4"]
-    """fp8: E4M3 with scales of blocks, rows or whole tensors. mxfp4: E2M1 in blocks of 32 with a power of two each."""
+    """fp8: E4M3 with scales per block, row or tensor. mxfp4: E2M1 in blocks of 32 with a power of two each."""
     scales: str = ""
-    """Ending of the names of scales, behind the weight's own (fp8)."""
+    """Suffix that a scale's name adds to its weight's (fp8)."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale; None for rows, or for the whole tensor."""
+    """Rows and columns that share a scale; None for a scale per row or tensor."""
 
     def __str__(self) -> str:
-        """Return the name for the log of an import."""
+        """Return the name for an import's log."""
         if self.kind == "mxfp4":
             return "MXFP4"
         if self.block:
@@ -36,8 +36,8 @@ class Quantization:
 
 
 def quantization_of(hf: Mapping[str, Any]) -> Quantization | None:
-    """Return the scheme that a config.json names; None if it names none. Raise ConfigError if it is not supported."""
-    # Files of compressed-tensors before 2025 have the second key.
+    """Return a config.json's quantization scheme, if it names one. Raise ConfigError if it is not supported."""
+    # compressed-tensors files from before 2025 have the second key.
     found = [hf[key] for key in KEYS if hf.get(key) is not None]
     if not found:
         return None
@@ -66,7 +66,7 @@ def _block(value: Any) -> tuple[int, int] | None:
 
 
 def _compressed(values: Mapping[str, Any]) -> Quantization:
-    """Return the common scheme of all groups of layers."""
+    """Return the scheme that all layer groups share."""
     groups = values.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ConfigError(f"config_groups={shown(groups)} of compressed-tensors in config.json names no group.")
@@ -75,14 +75,14 @@ def _compressed(values: Mapping[str, Any]) -> Quantization:
         weights = {}
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping):
             weights = group["weights"]
-        # Activations may be quantised too, at inference: weights do not depend on it.
+        # Activations may be quantised at inference; weights do not depend on it.
         is_float8 = weights.get("type") == "float" and weights.get("num_bits") == 8
         if not is_float8 or weights.get("strategy") not in ("tensor", "channel", "block"):
             raise ConfigError(
                 f"compressed-tensors with weights {shown(weights)} are not read: only float of 8 bits by tensor, "
                 "channel or block is.\nTake the folder of the unquantised weights."
             )
-        # Scales per tensor and per row are distinguished by their shapes.
+        # Scales per tensor and per row differ in shape, so they need no flag.
         block = None
         if weights["strategy"] == "block":
             block = _block(weights.get("block_structure"))

@@ -1,4 +1,4 @@
-"""Qwen 2 and 3, dense and with experts, and Seed-OSS."""
+"""Qwen 2 and 3, dense and with experts, MiMo and Seed-OSS."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _MIMO_MTP = MtpOnDisk(
     hidden_first=True,
 )
 
-# MiMo-7B: the network of qwen2, with blocks for multi-token prediction. transformers has no class of its own for it.
+# MiMo-7B: Qwen2's network with multi-token prediction blocks. transformers has no class for it.
 MIMO = Family(
     model_type="mimo",
     architecture="MiMoForCausalLM",
@@ -75,7 +75,7 @@ MIMO = Family(
     carried_keys=(_MIMO_MTP.key,),
 )
 
-# The network of qwen2, for models with their own tokenizer.
+# Qwen2's network, for models with their own tokenizer.
 SEED_OSS = Family(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
@@ -89,7 +89,7 @@ SEED_OSS = Family(
         same("attention_bias", "qkv_bias", default=True),
         same("attention_out_bias", "o_bias", default=False),
         same("mlp_bias", "ffn_bias", default=False),
-        # If it is absent transformers uses 0.1, which this decoder does not support here.
+        # transformers' default is 0.1, which this decoder does not support here.
         only("residual_dropout", 0.0, absent=0.1),
         only("pretraining_tp", 1),
         no_dropout=only("attention_dropout", 0.0, None, absent=0.1),

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: three layers of a gated delta rule for each of softmax attention with an output gate."""
+"""Qwen3-Next and Qwen3.5: three gated delta layers for each softmax attention layer with an output gate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longctx.families.rules import both_biases, constant, head_dim, kv_heads, ll
 from longctx.families.spec import BLOCK, PER_EXPERT, Family, MtpOnDisk, OnDisk, Rule, TensorRule, renamed
 
 _OF_IMAGES = frozenset({"mrope_section", "mrope_interleaved"})
-"""How positions in three dimensions are spread over rotary channels; a text's three are the same number."""
+"""How three-dimensional positions are spread over rotary channels; in text, all three are the same number."""
 _MTP = MtpOnDisk(
     key="mtp_num_hidden_layers",
     block="mtp.layers.{k}.",
@@ -28,7 +28,7 @@ _MTP = MtpOnDisk(
 
 
 def _mtp_count() -> Rule:
-    """Return the rule for the key, which is written only if there are such blocks."""
+    """Return the rule for the block count, which is written only if there are such blocks."""
     rule = _MTP.count()
     return replace(rule, write=lambda config: rule.write(config) if config.mtp_layers else {})
 
@@ -64,16 +64,15 @@ _ALL_EXPERTS = (constant(normalize_gates=True, dense_layers=()),)
 
 
 def _gated_heads(config: ModelFields) -> Sequence[int]:
-    """Return the rows on disk of queries, then of gates: on disk each head has its query and then its gate."""
+    """Return the disk rows of queries, then of gates: on disk each head has its query, then its gate."""
     D = config.head_dim
+    # Part 0 is the query, part 1 the gate.
     return [2 * D * head + part * D + d for part in range(2) for head in range(config.num_heads) for d in range(D)]
 
 
 def _interleaved(config: ModelFields, widths: Sequence[int]) -> Sequence[int]:
-    """Return the rows on disk of our parts.
-
-    Here each part covers all key heads; on disk each key head has ``widths`` rows of the parts.
-    """
+    """Return the disk rows of our parts."""
+    # Here each part covers all key heads; on disk each key head has widths rows per part.
     starts = [sum(widths[:n]) for n in range(len(widths))]
     heads = range(config.delta_sizes.key_heads)
     parts = zip(starts, widths, strict=True)
@@ -91,19 +90,19 @@ def _gate_rows(config: ModelFields) -> Sequence[int]:
 
 
 def _of_delta(ours: str, theirs: str = "") -> TensorRule:
-    """Return the rule for a parameter of a gated delta layer, by default with the same name on disk."""
+    """Return the rule for a gated delta layer's parameter, by default with the same name on disk."""
     return renamed(f"self_attn.{ours}", f"linear_attn.{theirs or ours}")
 
 
 def _of_attention(kind: str) -> TensorRule:
-    """Return the rule for weights or biases of queries and gates, which are one tensor on disk."""
+    """Return the rule for query and gate weights (or biases), which are one tensor on disk."""
     return TensorRule(
         parameters=(f"{BLOCK}self_attn.q_proj.{kind}", f"{BLOCK}self_attn.gate_proj.{kind}"),
         layouts=(OnDisk(names=(f"{BLOCK}self_attn.q_proj.{kind}",), rows=_gated_heads),),
     )
 
 
-# Their norms multiply by 1 + weight, except the one inside a gated delta layer.
+# Norms multiply by 1 + weight, except the one inside a gated delta layer.
 _SHARED = (
     _of_attention("weight"),
     _of_attention("bias"),

@@ -1,6 +1,6 @@
 """Rotary positions in config.json: ``rope_theta`` and ``rope_scaling`` (transformers 4), ``rope_parameters`` (5).
 
-Both are written and both are read; if both are present they must agree.
+Both are written and both are read; if both are present they must match.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _KEYS: dict[str, frozenset[str]] = {
     ),
     "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
 }
-"""What each kind of rope reads, beside its name and base."""
+"""Keys that each rope kind reads, in addition to its name and base."""
 _PARTIAL = "partial_rotary_factor"
 _ALWAYS = {"rope_type", "type", "rope_theta", _PARTIAL}
 _TABLE_KEYS = ("rope_scaling", "rope_parameters")
 _ORIGINAL = "original_max_position_embeddings"
-"""Also a key of its own beside longrope, where transformers 4 looks for it."""
+"""Also a top-level key for longrope, which transformers 4 reads."""
 
 
 def rotary(
@@ -54,12 +54,12 @@ def rotary(
 ) -> Rule:
     """Return the rule for one rope in all layers.
 
-    ``theta`` and ``default`` are the base and the scaling of a config.json that has none. ``interleaved`` (or its key)
-    says which channels form a pair. ``scales_scores`` is for families in which ``mscale_all_dim`` also scales full
-    scores (DeepSeek); in others the two mscales only make up the attention factor. ``partial`` is the default share of
-    rotary channels; None for families that rotate all. ``size_key`` gives the same as a number of channels. With
-    ``names_original``, every config.json names the length before stretching, even if there is none. Tables may have the
-    ``ignored`` keys, which are irrelevant to a text's positions. ``growth_key`` is that of ``query_growth``.
+    ``theta`` and ``default`` are the base and scaling for a config.json without them. ``interleaved`` (or its key)
+    selects which channels form a pair. ``scales_scores`` is for families in which ``mscale_all_dim`` also scales full
+    scores (DeepSeek); in others the two mscales only determine the attention factor. ``partial`` is the default share
+    of rotary channels; None for families that rotate all. ``size_key`` gives the same as a channel count. With
+    ``names_original``, every config.json names the original length, even without scaling. Tables may contain the
+    ``ignored`` keys, which are irrelevant to text positions. ``growth_key`` is the key for ``query_growth``.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def rotary(
         if _ORIGINAL in hf and not given:
             raise ConfigError(f"{_ORIGINAL}={shown(hf[_ORIGINAL])} in config.json goes with no rope_scaling.")
         base = _base({"rope_theta": hf} | given, theta)
-        # Each table is read separately: they may spell one rope in two ways, and still agree as ropes.
+        # Read each table separately: they may write one rope in two ways, and still match as ropes.
         found = {
             where: _rope(
                 where,
@@ -113,7 +113,7 @@ def rotary(
 
 
 def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -> Rule:
-    """Return the rule for a rope of full layers and a base of windows (Gemma 3); ``kinds`` as in ``layers.windows``."""
+    """Return the rule for a rope in full layers and a window base (Gemma 3); ``kinds`` as in ``layers.windows``."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         _check_partial("config.json", hf)
@@ -127,7 +127,7 @@ def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -
         found = {where: _rope(where, table, hf, theta=base) for where, table in (given or {"": {}}).items()}
         of_window = {"rope_theta": hf.get("rope_local_base_freq")}
         local_base = _base({"rope_local_base_freq": of_window, "rope_parameters": local}, local_theta)
-        # Without window layers the local base is not read, and a field that is not read is refused.
+        # Without window layers the local base is not read, and a field that is not read is rejected.
         if not has_windows(hf, kinds):
             local_base = 0.0
         return {"rope": _agreed(found), "local_rope_theta": local_base}
@@ -145,7 +145,7 @@ def global_and_local_rotary(*, theta: float, local_theta: float, kinds: Kinds) -
 
 
 def effective_rope(rope: Rope, rotary_size: int) -> dict[str, Any]:
-    """Return the fields of a rope that its kind reads; NTK-aware scaling is the default kind with a larger base."""
+    """Return the fields that a rope's kind reads; NTK-aware scaling is the default kind with a larger base."""
     kind, theta = rope.kind, rope.theta
     if rope.kind == "ntk":
         kind, theta = "default", _grown_theta(rope, rotary_size)
@@ -199,6 +199,7 @@ def _rope(
     if kind == "default":
         return Rope(**values)
     longest = integer(hf, "max_position_embeddings")
+    # Linear scaling divides every frequency at any length.
     if kind != "linear":
         values["original_max_positions"] = _original(where, table, longest, kind)
     values["factor"] = _factor(where, table, longest, values.get("original_max_positions"))
@@ -216,7 +217,7 @@ def _rope(
 
 
 def _mscales(where: str, table: Mapping[str, Any], values: dict[str, Any], scales_scores: bool) -> dict[str, Any]:
-    """Return DeepSeek's two weights, or the attention factor that transformers derives from them in other families."""
+    """Return DeepSeek's two weights, or for other families the attention factor that transformers derives from them."""
     given: dict[str, Any] = {"mscale": 0.0, "mscale_all_dim": 0.0}
     for key in given:
         if table.get(key) is not None:
@@ -230,11 +231,11 @@ def _mscales(where: str, table: Mapping[str, Any], values: dict[str, Any], scale
 
 
 def _original(where: str, table: Mapping[str, Any], longest: int, kind: str) -> int:
-    """Return the length before stretching: max_position_embeddings if none is given, as in transformers."""
+    """Return the original length: max_position_embeddings if absent, as in transformers."""
     original = table.get(_ORIGINAL)
     if original is None:
         return longest
-    # transformers always stretches a dynamic rope from max_position_embeddings on, ignoring the table.
+    # transformers always scales a dynamic rope from max_position_embeddings on, ignoring the table.
     if kind == "dynamic" and original != longest:
         raise ConfigError(f"{where}: {_ORIGINAL}={shown(original)} must be max_position_embeddings={longest}.")
     return typed(f"{where}: {_ORIGINAL}", original, "int")
@@ -250,7 +251,7 @@ def _factor(where: str, table: Mapping[str, Any], longest: int, original: int | 
 
 
 def _written(config: ModelFields, rope: Rope, *, scales_scores: bool = False) -> dict[str, Any]:
-    """Return the keys of both versions of transformers for one rope."""
+    """Return one rope's keys for both transformers versions."""
     if config.position != "rope":
         return {}
     if rope.kind == "default":
@@ -264,7 +265,7 @@ def _written(config: ModelFields, rope: Rope, *, scales_scores: bool = False) ->
         "rope_scaling": scaling,
         "rope_parameters": scaling | {"rope_theta": rope.theta},
     }
-    # transformers stretches beyond this length, ignoring the table.
+    # transformers scales beyond this length, ignoring the table.
     if rope.kind == "dynamic":
         written["max_position_embeddings"] = rope.original_max_positions
     if rope.kind == "longrope":
@@ -273,12 +274,12 @@ def _written(config: ModelFields, rope: Rope, *, scales_scores: bool = False) ->
 
 
 def _unstretched(theta: float) -> dict[str, Any]:
-    """Return the keys of a rope of the default kind."""
+    """Return the keys for a rope of the default kind."""
     return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
 def _parameters(rope: Rope, longest: int, scales_scores: bool) -> dict[str, Any]:
-    """Return the keys of a stretched rope."""
+    """Return the keys for a scaled rope."""
     keys: dict[str, Any] = {"factor": rope.factor}
     if rope.kind in ("yarn", "longrope", "llama3"):
         keys[_ORIGINAL] = rope.original_max_positions
@@ -299,7 +300,8 @@ def _parameters(rope: Rope, longest: int, scales_scores: bool) -> dict[str, Any]
 
 
 def _grown_theta(rope: Rope, rotary_size: int) -> float:
-    """Return the base of fixed NTK-aware scaling, from the frequency of the slowest pair."""
+    """Return the base for fixed NTK-aware scaling, from the slowest pair's frequency."""
+    # A single pair has frequency 1 for every base.
     if rotary_size <= 2:
         return rope.theta
     # slowest = base^(−(size − 2) / size), solved for the base.
@@ -322,7 +324,7 @@ def _base(tables: Mapping[str, Mapping[str, Any]], default: float) -> float:
 
 
 def _agreed(found: dict[str, Rope]) -> Rope:
-    """Return the common rope of all tables; raise ConfigError if two differ."""
+    """Return the rope that all tables share; raise ConfigError if two differ."""
     first, *others = found.values()
     if any(other != first for other in others):
         raise ConfigError(f"config.json contradicts itself: {found}. Keep one of them.")
@@ -330,7 +332,7 @@ def _agreed(found: dict[str, Rope]) -> Rope:
 
 
 def _kind(where: str, table: Mapping[str, Any]) -> str:
-    """Return the table's kind of rope; raise ConfigError if this decoder does not support it."""
+    """Return the table's rope kind; raise ConfigError if this decoder does not support it."""
     named = {table[key] for key in ("rope_type", "type") if key in table}
     kind = next(iter(named), "default")
     if len(named) > 1 or kind not in _KEYS:
@@ -339,7 +341,7 @@ def _kind(where: str, table: Mapping[str, Any]) -> str:
 
 
 def _nested(parameters: Any) -> Mapping[str, Any]:
-    """Return Gemma 3's ``rope_parameters``: a table for each kind of layer."""
+    """Return Gemma 3's ``rope_parameters``: one table per layer kind."""
     if parameters is None:
         return {}
     if not isinstance(parameters, dict) or set(parameters) - {FULL, WINDOW}:
@@ -350,7 +352,7 @@ def _nested(parameters: Any) -> Mapping[str, Any]:
 
 
 def _table(where: str, value: Any) -> Mapping[str, Any]:
-    """Return a table of rope settings; raise ConfigError for anything else."""
+    """Return a table of rope settings; raise ConfigError for any other value."""
     if not isinstance(value, dict):
         raise ConfigError(
             f"{where}={shown(value)} is not supported by this decoder; supported: a table with rope_type."
@@ -359,7 +361,7 @@ def _table(where: str, value: Any) -> Mapping[str, Any]:
 
 
 def _with_original(hf: HfConfig, table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the table with the original length from the top level of config.json, if it has one."""
+    """Return the table with the original length from config.json's top level, if that has one."""
     if _ORIGINAL not in hf:
         return table
     if table.get(_ORIGINAL, hf[_ORIGINAL]) != hf[_ORIGINAL]:
@@ -368,13 +370,13 @@ def _with_original(hf: HfConfig, table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_stretched(hf: HfConfig) -> bool:
-    """Return whether a table of the config.json names a rope other than the default."""
+    """Return True if a table in config.json names a rope other than the default."""
     tables = [_table(where, hf[where]) for where in _TABLE_KEYS if hf.get(where)]
     return any(_kind("rope", table) != "default" for table in tables)
 
 
 def _without_original(hf: HfConfig) -> HfConfig:
-    """Return the config.json without the length before stretching, in its tables too."""
+    """Return config.json without the original length, in its tables too."""
     found = {key: value for key, value in hf.items() if key != _ORIGINAL}
     for where in _TABLE_KEYS:
         if isinstance(hf.get(where), Mapping):
@@ -383,24 +385,24 @@ def _without_original(hf: HfConfig) -> HfConfig:
 
 
 def _with_partial(written: dict[str, Any], partial: float) -> dict[str, Any]:
-    """Return the written keys with the share of rotary channels: next to the table for transformers 4, in it for 5."""
+    """Return the written keys with the rotary share: next to the table for transformers 4, in it for 5."""
     tables = {where: {**written[where], _PARTIAL: partial} for where in _TABLE_KEYS if written.get(where)}
     return {**written, **tables, _PARTIAL: partial}
 
 
 def _check_partial(where: str, table: Mapping[str, Any]) -> None:
-    """Raise ConfigError for rotary positions on a part of the channels, which no such family has."""
+    """Raise ConfigError for rotary positions on only some channels, which these families do not support."""
     if table.get("partial_rotary_factor", 1.0) not in (1.0, None):
         partial = table["partial_rotary_factor"]
         raise ConfigError(f"partial_rotary_factor={shown(partial)} ({where}) is not supported here; supported: 1.0.")
 
 
 def _number(where: str, table: Mapping[str, Any], key: str) -> float:
-    """Return a key's number; raise ConfigError for anything else."""
+    """Return a key's number; raise ConfigError for any other value."""
     return typed(f"{where}: {key}", table.get(key), "float")
 
 
 def _numbers(where: str, table: Mapping[str, Any], key: str) -> tuple[float, ...]:
-    """Return a key's list of numbers; raise ConfigError for anything else."""
+    """Return a key's list of numbers; raise ConfigError for any other value."""
     numbers = typed(f"{where}: {key}", table.get(key), "list")
     return tuple(typed(f"{where}: an entry of {key}", number, "float") for number in numbers)

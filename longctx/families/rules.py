@@ -1,4 +1,4 @@
-"""Common rules between keys of config.json and fields of ModelFields, to be combined into a family's table."""
+"""Common rules between config.json keys and ModelFields, to combine into a family's table."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from longctx.untrusted.reading import shown
 log = logging.getLogger(__name__)
 
 MOST_INTEGER = 2**40
-"""The largest number that any size, distance or length in a config.json may be."""
+"""Upper bound on any size, distance or length in a config.json."""
 REQUIRED: Any = object()
-"""Default of a key that a config.json must have: the family's own default is too easily not what was meant."""
+"""Default for a key that config.json must have: the family's own default is too easily unintended."""
 
+# Annotations are strings, because the dataclass module postpones their evaluation.
 _TYPES = {f.name: f.type for f in fields(ModelFields)}
 
 
@@ -50,7 +51,10 @@ def optional(key: str, name: str, *, default: Any = REQUIRED) -> Rule:
 
 
 def only(key: str, *supported: Any, absent: Any = REQUIRED, written: bool = True) -> Rule:
-    """Return the rule for a key that allows only ``supported``; the first is written, and meant by absence."""
+    """Return the rule for a key that allows only ``supported``; the first is written, and absence means it too.
+
+    ``absent`` overrides the meaning of absence.
+    """
 
     if absent is REQUIRED:
         absent = supported[0]
@@ -71,7 +75,7 @@ def only(key: str, *supported: Any, absent: Any = REQUIRED, written: bool = True
 
 
 def _spelled(value: Any) -> str:
-    """Return a supported value as text for a message."""
+    """Return a supported value as message text."""
     if value is None:
         return "absent"
     return repr(value)
@@ -83,10 +87,10 @@ def constant(**values: Any) -> Rule:
 
 
 def translated(key: str, name: str, meanings: dict[str, str], *, default: Any = REQUIRED) -> Rule:
-    """Return the rule for a key with other names for the values of the field ``name``.
+    """Return the rule for a key with other names for the values of field ``name``.
 
-    Of several names with one meaning the first is written. If none has it, the first of all is written: it reads back
-    as another value, so the loss is detected.
+    If several names have one meaning, the first is written. If no name fits, the first in the table is written: it
+    reads back as another value, so the loss is detected.
     """
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -103,18 +107,18 @@ def translated(key: str, name: str, meanings: dict[str, str], *, default: Any = 
 
 
 def both_biases(default: bool) -> Rule:
-    """Return the rule for one key that sets the biases of all four attention projections."""
+    """Return the rule for one key that sets the biases in all four attention projections."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         value = typed("attention_bias", first_of(hf, ("attention_bias",), default), "bool")
         return {"qkv_bias": value, "o_bias": value}
 
-    # A config with a different output bias reads back as another, so the loss is detected.
+    # A different output bias reads back as this one, so the loss is detected.
     return Rule(keys=("attention_bias",), read=read, write=lambda config: {"attention_bias": config.qkv_bias})
 
 
 def kv_heads(*, default_is_heads: bool = False) -> Rule:
-    """Return the rule for key/value heads; null, and absence if the family says so, means as many as query heads."""
+    """Return the rule for key/value heads; with ``default_is_heads``, null or absence means as many as query heads."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         key = "num_key_value_heads"
@@ -142,7 +146,7 @@ def head_dim(default: int | None = None) -> Rule:
 
 
 def divided_head_dim(width: str = "hidden_size", heads: str = "num_attention_heads") -> Rule:
-    """Return the rule for heads that share the model width; the key is accepted if it says the same."""
+    """Return the rule for heads that share the model width; the key is accepted if it matches."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         divided = width_over_heads(hf, width, heads)
@@ -156,7 +160,7 @@ def divided_head_dim(width: str = "hidden_size", heads: str = "num_attention_hea
 def width_of_heads(family: str) -> Rule:
     """Return the rule that raises ConfigError on writing a width that the head count does not divide.
 
-    transformers refuses such a model.
+    transformers rejects such a model.
     """
 
     def write(config: ModelFields) -> dict[str, Any]:
@@ -172,7 +176,7 @@ def width_of_heads(family: str) -> Rule:
 
 
 def all_heads(width: str = "hidden_size", heads: str = "num_attention_heads") -> Rule:
-    """Return the rule for keys and values with as many heads as queries, which share the width."""
+    """Return the rule for as many key/value heads as query heads, which share the width."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         size, count = integer(hf, width), integer(hf, heads)
@@ -184,7 +188,7 @@ def all_heads(width: str = "hidden_size", heads: str = "num_attention_heads") ->
 
 
 def left_out_dropout(key: str, usual: float = 0.1, *, what: str = "attention weights") -> Rule:
-    """Return the rule for dropout of ``what``, ``usual`` if the key is absent; it is never applied here.
+    """Return the rule for a dropout that is never applied here; ``usual`` is the rate if the key is absent.
 
     A warning is enough, because it matters only in training.
     """
@@ -199,7 +203,7 @@ def left_out_dropout(key: str, usual: float = 0.1, *, what: str = "attention wei
 
 
 def of_both_stacks(encoder: str, decoder: str, name: str) -> Rule:
-    """Return the rule for a key of the encoder and one of the decoder that are one field here and must agree."""
+    """Return the rule for an encoder key and a decoder key that are one field here and must match."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         first, second = integer(hf, encoder), integer(hf, decoder)
@@ -217,7 +221,7 @@ def of_both_stacks(encoder: str, decoder: str, name: str) -> Rule:
 
 
 def width_over_heads(hf: HfConfig, width: str = "hidden_size", heads: str = "num_attention_heads") -> int:
-    """Return the model width over the heads."""
+    """Return the model width divided by the head count."""
     size, count = integer(hf, width), integer(hf, heads)
     if count < 1:
         raise ConfigError(f"{heads}={count} in config.json must be at least 1.")
@@ -225,7 +229,7 @@ def width_over_heads(hf: HfConfig, width: str = "hidden_size", heads: str = "num
 
 
 def integer(hf: HfConfig, key: str, default: Any = REQUIRED) -> int:
-    """Return a key's value, which must be an integer."""
+    """Return a key's value; raise ConfigError unless it is an integer within bounds."""
     value = typed(key, first_of(hf, (key,), default), "int")
     if abs(value) > MOST_INTEGER:
         raise ConfigError(f"{key}={shown(value)} in config.json is no size of a model: at most {MOST_INTEGER:,}.")
@@ -233,7 +237,7 @@ def integer(hf: HfConfig, key: str, default: Any = REQUIRED) -> int:
 
 
 def layer_count(hf: HfConfig) -> int:
-    """Return the number of layers, checked before lists with an entry per layer are made."""
+    """Return the layer count, checked before lists with an entry per layer are built."""
     count = integer(hf, "num_hidden_layers")
     if not 1 <= count <= MOST_LAYERS:
         raise ConfigError(f"num_hidden_layers={count} in config.json must lie between 1 and {MOST_LAYERS:,}.")
@@ -241,8 +245,8 @@ def layer_count(hf: HfConfig) -> int:
 
 
 def first_of(hf: HfConfig, keys: tuple[str, ...], default: Any = REQUIRED) -> Any:
-    """Return the common value of the present keys; raise ConfigError if two differ, or if a required one is missing."""
-    # Versions of transformers differ in the key; a file that passed through two of them may have both.
+    """Return the present keys' common value; raise ConfigError if two differ, or if a required one is missing."""
+    # transformers versions differ in the key; a file that passed through two of them may have both.
     found = {key: hf[key] for key in keys if key in hf}
     if len({repr(value) for value in found.values()}) > 1:
         raise ConfigError(f"config.json contradicts itself: {shown(found)}. Keep one of them.")
@@ -252,7 +256,7 @@ def first_of(hf: HfConfig, keys: tuple[str, ...], default: Any = REQUIRED) -> An
 
 
 def typed(key: str, value: Any, kind: str) -> Any:
-    """Return the value if it has the type of that name, else raise ConfigError. Integers are accepted for floats."""
+    """Return the value if it has the named type, otherwise raise ConfigError. Integers are accepted for floats."""
     if kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     # By name, not by isinstance: in Python True is an int.
@@ -268,7 +272,7 @@ GATED_ACTIVATIONS = {
     "gelu_pytorch_tanh": "geglu_tanh",
     "gelu_new": "geglu_tanh",
 }
-"""transformers' names of the function on the gate."""
+"""transformers' names for the gate's function."""
 
 SIZES = (
     same("vocab_size", "vocab_size"),
@@ -284,7 +288,7 @@ UNUSED = (
     ONE_STACK,
     only("per_layer_config", None, written=False),
 )
-"""Keys that transformers may write, and that change the model where they say anything else."""
+"""Keys that transformers may write, and that change the model with any other value."""
 
 
 NO_ATTENTION_DROPOUT = only("attention_dropout", 0.0, None)
@@ -293,9 +297,9 @@ NO_ATTENTION_DROPOUT = only("attention_dropout", 0.0, None)
 def llama_like(
     *others: Rule, eps: float = 1e-6, tied: bool = False, no_dropout: Rule = NO_ATTENTION_DROPOUT
 ) -> tuple[Rule, ...]:
-    """Return the rules of all families with RMSNorm and gated FFNs, followed by a family's ``others``.
+    """Return the rules for all families with RMSNorm and gated FFNs, followed by a family's ``others``.
 
-    ``eps`` and ``tied`` are defaults of absent keys; ``no_dropout`` is for a family with another class default.
+    ``eps`` and ``tied`` are defaults for absent keys; ``no_dropout`` is for a family with another class default.
     """
     return (
         *SIZES,

@@ -1,4 +1,4 @@
-"""Components of a family's table. Every entry serves both directions."""
+"""Building blocks for a family's table. Every entry serves both directions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IGNORED_KEYS = frozenset(
     (
         # Checked by ``config_from_hf`` itself, or read by ``conversion``.
         "architectures", "model_type", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
-        # Origin of the file, and options of transformers for running it.
+        # File origin, and transformers' options for running the model.
         "transformers_version", "_name_or_path", "auto_map", "use_cache", "cache_implementation", "output_attentions",
         "output_hidden_states", "return_dict", "chunk_size_feed_forward", "_attn_implementation_autoset",
         "_attn_implementation", "attn_implementation",
@@ -26,26 +26,26 @@ IGNORED_KEYS = frozenset(
         "id2label", "label2id", "problem_type",
     )
 )  # fmt: skip
-"""Keys of config.json that say nothing about the network of any family."""
+"""Keys in config.json that do not describe any family's network."""
 
 
 START_KEY = "decoder_start_token_id"
-"""Of a model that reads a source: what stands before a target's first token."""
+"""Token before a target's first token, in a model that reads a source."""
 TARGET_ID_KEYS = (START_KEY, "forced_bos_token_id", "forced_eos_token_id")
-"""Token ids that only such a model's config.json has, read by ``conversion``: the start, and what generation puts first
-and last in any case."""
+"""Token ids that only such a model's config.json has, read by ``conversion``: the start, and tokens that generation
+always puts first and last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Keys of config.json and the fields of ModelFields that they determine."""
+    """Keys in config.json and the ModelFields values that they determine."""
 
     keys: tuple[str, ...] = ()
-    """Every key that the rule looks at; a key that no rule of a family names is refused."""
+    """Every key that the rule reads; a key outside all rules of a family is rejected."""
     read: Callable[[HfConfig], dict[str, Any]]
-    """Fields of ModelFields; ConfigError where the keys ask for what the decoder cannot do."""
+    """From config.json to ModelFields values; raises ConfigError for values that the decoder does not support."""
     write: Callable[[ModelFields], dict[str, Any]] = lambda _: {}
-    """Keys for this config. Reading them back finds what they cannot say."""
+    """From a config to keys. Reading them back reveals values that they cannot express."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,58 +53,58 @@ class OnDisk:
     """One way to store parameters in files.
 
     The parameters, concatenated along their first axis, go through ``steps`` (``tensors.STEPS``) and are then flattened
-    and cut into the tensors of these names.
+    and cut into the tensors with these names.
     """
 
     names: tuple[str, ...]
-    """``{layer}`` is the layer's number; names with ``{expert}`` are repeated for every expert. None at all: where the
-    files leave it out it is zero (read, never written)."""
+    """``{layer}`` is the layer number; names with ``{expert}`` repeat for every expert. Empty if the parameter is zero
+    in files without it (read, never written)."""
     steps: tuple[str, ...] = ()
     widths: Callable[[ModelFields], Sequence[int]] | None = None
-    """Rows of the tensor of each name; None if they have equal parts."""
+    """Row count for each named tensor; None for equal parts."""
     rows: Callable[[ModelFields], Sequence[int]] | None = None
-    """For each row of the parameters, laid end to end, its row on disk; None if they lie so."""
+    """Row on disk for each row of the concatenated parameters; None for the same order."""
     swaps_halves: bool = False
-    """Whether the two halves of each row are exchanged on disk."""
+    """True if the two halves of each row are exchanged on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRule:
-    """Parameters with other names or layouts on disk than the decoder's own."""
+    """Parameters with names or layouts on disk other than the decoder's own."""
 
     parameters: tuple[str, ...]
     layouts: tuple[OnDisk, ...]
     """The first is written, all are read."""
     holds: Callable[[ModelFields], bool] = lambda _: True
-    """Whether it is the rule of a model of this config; of several for one parameter the last that holds counts."""
+    """True if the rule applies to this config; if several apply to one parameter, the last one counts."""
     of_layer: Callable[[ModelFields, int], bool] = lambda *_: True
-    """Whether it is the rule of this layer, of parameters that have one."""
+    """True if the rule applies to this layer, for parameters that belong to one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpOnDisk:
-    """Names on disk of a family's blocks for multi-token prediction, which follow the last layer."""
+    """Disk names for a family's multi-token prediction blocks, which follow the last layer."""
 
     key: str
-    """Key that says how many there are."""
+    """Key with the number of blocks."""
     block: str = "model.layers.{layer}."
-    """Beginning of a block's names: ``{layer}`` counts on from the layers, ``{k}`` from 0."""
+    """Prefix of a block's names: ``{layer}`` continues the layer numbers, ``{k}`` counts from 0."""
     others: tuple[str, ...] = (
         "model.layers.{layer}.enorm.weight",
         "model.layers.{layer}.hnorm.weight",
         "model.layers.{layer}.eh_proj.weight",
         "model.layers.{layer}.shared_head.norm.weight",
     )
-    """Norms of the embedding and of hidden states, the projection of both, and the norm behind the block."""
+    """Norms for the embedding and the hidden states, their joint projection, and the norm after the block."""
     hidden_first: bool = False
-    """Whether the projection takes the hidden state before the embedding."""
+    """True if the projection takes the hidden state before the embedding."""
     copies: tuple[str, ...] = ()
-    """Names of the embedding table and of the output matrix, which a block's tensors may have once more."""
+    """Names for the embedding table and the output matrix, which a block may store a second time."""
     most: int = 64
-    """Blocks that files can have."""
+    """Largest number of blocks that files can have."""
 
     def count(self) -> Rule:
-        """Return the rule for the key."""
+        """Return the rule for the number of blocks."""
         key, most = self.key, self.most
 
         def read(hf: HfConfig) -> dict[str, Any]:
@@ -128,53 +128,53 @@ MTP_PARTS = tuple(f"model.mtp.{{layer}}.{name}.weight" for name in ("join.enorm"
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Differences of one Hugging Face architecture from the others."""
+    """A Hugging Face architecture, by its differences from the others."""
 
     model_type: str
     architecture: str
     rules: tuple[Rule, ...]
     other_architectures: tuple[str, ...] = ()
-    """Further classes whose folders are read: the same model without a part that is known to be zero, or with a head
-    more, by a rule of the key."""
+    """Further classes that are read: the same model without a part that is known to be zero, or with an extra head, by
+    a rule for the key."""
     tensors: tuple[TensorRule, ...] = ()
     """Parameters without a rule have the decoder's names on disk."""
     ignored_keys: frozenset[str] = frozenset()
-    """Keys of config.json without a meaning in a decoder, beside ``IGNORED_KEYS``."""
+    """Keys in config.json without a meaning in a decoder, in addition to ``IGNORED_KEYS``."""
     absent_ids: Mapping[str, int] = field(default_factory=dict)
-    """Token ids that transformers' class takes for keys that are absent, where no token of the model says them."""
+    """Token ids that transformers' class assumes if keys are absent."""
     ignored_tensors: tuple[str, ...] = (
         r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         r"model\.rotary_emb\.inv_freq",
     )
-    """Patterns of whole names: buffers that old versions of transformers saved, here rotary frequencies."""
+    """Full-name patterns for buffers that old transformers versions saved, here rotary frequencies."""
     other_heads: tuple[str, ...] = ()
-    """Patterns of whole names: tensors of heads that the model does not have here; they are left out, and logged."""
+    """Full-name patterns for heads that the model does not have here; their tensors are left out, and logged."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that a file may have a second time, equal, and whose they are."""
+    """Duplicate tensors that a file may contain, and the originals that they equal."""
     head: str = "lm_head.weight"
-    """The output matrix's name, which a tied model's file may have beside the embeddings."""
+    """Output matrix name, which a tied model's file may contain in addition to the embeddings."""
     auto_class: str = "AutoModelForCausalLM"
-    """By which transformers loads it."""
+    """transformers class that loads the model."""
     mtp: MtpOnDisk | None = None
-    """Its blocks for multi-token prediction; those that the decoder does not have are carried."""
+    """Multi-token prediction blocks; those that the decoder does not have are kept for exports."""
     carried_tensors: tuple[str, ...] = ()
-    """Patterns of whole names: tensors of parts that the decoder does not have; exports get them as they came."""
+    """Full-name patterns for parts that the decoder does not have; exports get their tensors unchanged."""
     carried_keys: tuple[str, ...] = ()
-    """Keys of config.json that describe them; a dot leads into a table. None of them says anything of the decoder."""
+    """Keys in config.json that describe these parts; a dot leads into a table. The decoder does not depend on them."""
     forces_own_tokenizer: bool = False
-    """Whether transformers 5 loads the family's own tokenizer class, whatever tokenizer_config.json says."""
+    """True if transformers 5 always loads the family's own tokenizer class, ignoring tokenizer_config.json."""
 
 
-# --- storage of routed experts on disk ---
+# --- routed experts on disk ---
 
 BLOCK = "model.layers.{layer}."
 ENCODER_BLOCK = "encoder.layers.{layer}."
-"""Of an encoder beside the decoder."""
+"""Name prefix in the encoder of an encoder-decoder."""
 MLP = BLOCK + "mlp."
 
 
 def per_expert(gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    """Return the rules for one tensor per expert and projection, as saved by transformers, or for fused ones."""
+    """Return the rules for one tensor per expert and projection, as transformers saves them, or for fused tensors."""
     return (
         _stacked("mlp.experts.gate_up_proj", (gate, up)),
         _stacked("mlp.experts.down_proj", (down,)),
@@ -182,7 +182,7 @@ def per_expert(gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
 
 
 def _stacked(name: str, parts: tuple[str, ...]) -> TensorRule:
-    """Return the rule for a parameter of all experts: on disk one tensor per part and expert, or one for all."""
+    """Return the rule for a parameter with all experts: on disk one tensor per part and expert, or one for all."""
     return TensorRule(
         parameters=(BLOCK + name,),
         layouts=(OnDisk(names=tuple(BLOCK + part for part in parts)), OnDisk(names=(BLOCK + name,))),
@@ -190,12 +190,12 @@ def _stacked(name: str, parts: tuple[str, ...]) -> TensorRule:
 
 
 def renamed(ours: str, *theirs: str, of_layer: Callable[[ModelFields, int], bool] = lambda *_: True) -> TensorRule:
-    """Return the rule for a parameter of a block under other names, the first of which is written."""
+    """Return the rule for a block's parameter under other names; the first is written."""
     return replace(tensor(BLOCK + ours, *(BLOCK + name for name in theirs)), of_layer=of_layer)
 
 
 def tensor(ours: str, *theirs: str, holds: Callable[[ModelFields], bool] = lambda _: True) -> TensorRule:
-    """Return the rule for a parameter under other names, the first of which is written."""
+    """Return the rule for a parameter under other names; the first is written."""
     return TensorRule(parameters=(ours,), layouts=tuple(OnDisk(names=(name,)) for name in theirs), holds=holds)
 
 
@@ -204,4 +204,4 @@ PER_EXPERT = per_expert(
     "mlp.experts.{expert}.up_proj.weight",
     "mlp.experts.{expert}.down_proj.weight",
 )
-"""The names that all families but Mixtral and GPT-OSS have."""
+"""Expert names in most families; Mixtral and GPT-OSS differ."""

@@ -1,7 +1,6 @@
-"""T5, version 1.0 and 1.1: an encoder and a decoder, RMSNorm before each part, a bias of distances in each stack.
+"""T5, versions 1.0 and 1.1: encoder and decoder, RMSNorm before each sublayer, a distance bias in each stack.
 
-Scores are not scaled. In 1.0 the head is the embedding table, and logits are scaled; 1.1 has a separate head and a
-gated FFN.
+In 1.0 the head is the embedding table, and logits are scaled; 1.1 has a separate head and a gated FFN.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from longctx.families.rules import constant, integer, only, same, translated, ty
 from longctx.families.spec import BLOCK, ENCODER_BLOCK, TARGET_ID_KEYS, Family, HfConfig, Rule, TensorRule, tensor
 from longctx.untrusted.reading import shown
 
-# In transformers "gated-gelu" is the tanh formula, and "gelu" the other one.
+# In transformers "gated-gelu" is the tanh formula, and "gelu" the exact one.
 _ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -29,11 +28,12 @@ _ACTIVATIONS = {
 
 
 def _says_the_same() -> Rule:
-    """Return the rule that raises ConfigError if newer keys contradict the name of the activation."""
+    """Return the rule that raises ConfigError if newer keys contradict the activation's name."""
 
     def read(hf: HfConfig) -> dict[str, Any]:
         word = hf.get("feed_forward_proj", "relu")
         _, gated, function = str(word).rpartition("-")
+        # As in transformers, the only name with a different function.
         if word == "gated-gelu":
             function = "gelu_new"
         for key, meant in (("is_gated_act", bool(gated)), ("dense_act_fn", function)):
@@ -48,7 +48,7 @@ def _says_the_same() -> Rule:
 
 
 def _decoder_layers() -> Rule:
-    """Return the rule for the number of decoder layers; null means as many as in the encoder."""
+    """Return the rule for the decoder's layer count; null means as many as in the encoder."""
     key = "num_decoder_layers"
 
     def read(hf: HfConfig) -> dict[str, Any]:
@@ -60,13 +60,11 @@ def _decoder_layers() -> Rule:
 
 
 def _head() -> Rule:
-    """Return the rule for the head: a tied head has scaled logits, a separate one does not.
-
-    transformers 5 writes ``tie_word_embeddings`` as true in both cases, and the scale as a separate key.
-    """
+    """Return the rule for the head: a tied head has scaled logits, a separate one does not."""
     tied_key, scaled_key = "tie_word_embeddings", "scale_decoder_outputs"
 
     def read(hf: HfConfig) -> dict[str, Any]:
+        # transformers 5 writes tie_word_embeddings as true in both cases, and the scale as a separate key.
         tied = typed(tied_key, hf.get(tied_key, True), "bool")
         scaled = typed(scaled_key, hf.get(scaled_key, tied), "bool")
         if scaled and not tied:
@@ -83,19 +81,21 @@ def _head() -> Rule:
 
 _RULES = (
     DENSE,
+    # T5 does not scale scores.
     constant(position="t5", qkv_bias=False, attention_scale=1.0),
     same("vocab_size", "vocab_size"),
     same("d_model", "hidden_size"),
     same("num_layers", "encoder_layers", also=("num_hidden_layers",), least=1),
     _decoder_layers(),
     same("num_heads", "num_heads"),
+    # T5 has no key for key/value heads.
     Rule(read=lambda hf: {"num_kv_heads": integer(hf, "num_heads")}),
     same("d_kv", "head_dim", default=64),
     same("d_ff", "ffn_size"),
     same("n_positions", "max_positions", default=512),
     same("relative_attention_num_buckets", "relative_buckets", default=32),
     same("relative_attention_max_distance", "relative_max_distance", default=128),
-    # transformers also drops attention weights and inner values of the FFN.
+    # transformers also applies it to attention weights and inside the FFN.
     same("dropout_rate", "residual_dropout", default=0.1),
     same("layer_norm_epsilon", "norm_eps", default=1e-6),
     translated("feed_forward_proj", "activation", _ACTIVATIONS, default="relu"),
@@ -103,7 +103,7 @@ _RULES = (
     _head(),
     only("is_encoder_decoder", True),
     only("is_decoder", False, written=False),
-    # transformers 5 derives the direction of every mask from it.
+    # transformers 5 derives every mask's direction from it.
     only("is_causal", None, written=False),
     only("per_layer_config", None, written=False),
 )
@@ -114,7 +114,7 @@ def _is_gated(config: ModelFields) -> bool:
 
 
 def _of_stack(block: str, theirs: str) -> tuple[TensorRule, ...]:
-    """Return the rules for the tensors of a stack's layers; the first layer holds the table of distances for all."""
+    """Return the rules for a stack's layer tensors; the first layer holds the distance table for all."""
     parts = [("self_attn", "SelfAttention", "input_layernorm")]
     if block == BLOCK:
         parts.append(("cross_attn", "EncDecAttention", "cross_layernorm"))
@@ -151,7 +151,7 @@ T5 = Family(
     architecture="T5ForConditionalGeneration",
     rules=_RULES,
     tensors=_ENDS + _of_stack(BLOCK, "decoder") + _of_stack(ENCODER_BLOCK, "encoder"),
-    # Weight initialisation there, and keys from classifiers and from releases before 2021.
+    # Weight initialisation, and keys from classifiers and from releases before 2021.
     ignored_keys=frozenset(TARGET_ID_KEYS) | {"initializer_factor", "classifier_dropout", "output_past"},
     # An unused table.
     ignored_tensors=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),

@@ -22,7 +22,7 @@ from longctx.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from longctx.families.spec import Family
 from longctx.families.t5 import T5
 
-# If several families can be one model, the first is written: the type that most programs know.
+# If several families fit one model, the first is written: the type that most programs support.
 _ALL = (
     LLAMA,
     MISTRAL,

@@ -1,7 +1,7 @@
-"""Text models within a model of several parts: Gemma 3 and 4, Mistral Small 3, Qwen3.5 with a vision tower.
+"""Text models within multi-part models: Gemma 3 and 4, Mistral Small 3, Qwen3.5 with a vision tower.
 
-The config.json of such a model has its text model's under ``text_config``. The text model is a family of
-``families.table``; tensors of the other parts, and the keys that describe them, are carried from import to export.
+Such a model's config.json has its text model under ``text_config``. The text model is a family in ``families.table``;
+the other parts' tensors, and the keys that describe them, are kept unchanged from import to export.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ TEXT = "text_config"
 _TIE = "tie_word_embeddings"
 _QUANTIZED = "quantization_config"
 _OF_THE_WHOLE = (_QUANTIZED, "bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys that count for the text model too, if the whole model's config.json has them."""
+"""Keys that apply to the text model too, if the full model's config.json has them."""
 _PLAIN, _PLAIN_HEAD = "model.", "lm_head."
-"""Beginnings of the names that tensors of a text model alone have."""
+"""Name prefixes in a standalone text model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
-    """One naming scheme for the tensors of the parts."""
+    """One naming scheme for the parts' tensors."""
 
     text: str
-    """What stands for ``model.`` of a text model alone."""
+    """Prefix that replaces ``model.`` of a standalone text model."""
     head: str
-    """What stands for ``lm_head.``."""
+    """Prefix that replaces ``lm_head.``."""
     others: tuple[str, ...]
-    """Beginnings of the other parts' names."""
+    """Name prefixes of the other parts."""
 
     @cached_property
     def _others(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self.others)))
 
     def is_other(self, name: str) -> bool:
-        """Return whether a tensor belongs to a part other than the text model."""
+        """Return True if a tensor belongs to a part other than the text model."""
         return self._others.match(name) is not None
 
     def plain(self, name: str) -> str:
-        """Return the name of a tensor in a standalone text model; names of other parts are unchanged."""
-        # Other parts first: their names may begin like the text model's.
+        """Return a tensor's name in a standalone text model; names in other parts are unchanged."""
+        # Check other parts first: their names may begin like the text model's.
         for wrapped, plain in ((self.text, _PLAIN), (self.head, _PLAIN_HEAD)):
             if name.startswith(wrapped) and not self.is_other(name):
                 return plain + name.removeprefix(wrapped)
         return name
 
     def wrapped(self, name: str) -> str:
-        """Return the original of a name returned by ``plain``."""
+        """Return the original name for one that ``plain`` returned."""
         for wrapped, plain in ((self.text, _PLAIN), (self.head, _PLAIN_HEAD)):
             if name.startswith(plain) and not self.is_other(name):
                 return wrapped + name.removeprefix(plain)
@@ -63,27 +63,27 @@ class Naming:
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper:
-    """Model type with a text model that can be trained."""
+    """Multi-part model type with a text model that can be trained."""
 
     model_type: str
     architecture: str
     text_types: tuple[str, ...]
-    """Model types that the text model may have; a config.json that names none means the first."""
+    """Model types that the text model may have; a config.json without one means the first."""
     namings: tuple[Naming, ...]
-    """All are read; a folder without other parts is written by the first."""
+    """All are read; a folder without other parts is written with the first."""
     keys: frozenset[str]
-    """Keys of config.json beside ``text_config``; they describe the other parts and what joins them."""
+    """Keys in config.json next to ``text_config``; they describe the other parts and their connection."""
     ties: bool
-    """What transformers takes for ``tie_word_embeddings`` where it is absent."""
+    """transformers' value for ``tie_word_embeddings`` if it is absent."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of ``text_config`` that the makers' files leave to transformers' class."""
+    """Keys in ``text_config`` that the makers' files leave to transformers' class."""
     auto_class: str = "AutoModelForImageTextToText"
 
     def naming_of(self, names: Iterable[str]) -> Naming:
-        """Return the naming of a folder with tensors of these names, of the text model or of other parts."""
+        """Return the naming scheme for a folder with these tensor names."""
         names = list(names)
         fitting = (one for one in self.namings if any(one.is_other(n) or one.plain(n) != n for n in names))
-        # Neither parts nor a text model have such names: the checks of names report the tensors.
+        # If no scheme fits, the later name checks report the tensors.
         return next(fitting, self.namings[0])
 
 
@@ -97,7 +97,7 @@ _LLAVA = (
         text="model.language_model.", head="lm_head.", others=("model.vision_tower.", "model.multi_modal_projector.")
     ),
 )
-"""As most makers' files have it, and as modules are called in memory."""
+"""As in most makers' files, and as in transformers' modules."""
 _QWEN = (Naming(text="model.language_model.", head="lm_head.", others=("model.visual.",)),)
 _QWEN_KEYS = frozenset(
     {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
@@ -157,7 +157,7 @@ _ALL = (
             {"vision_config", "image_token_index", "projector_hidden_act", "vision_feature_layer"}
             | {"multimodal_projector_bias", "spatial_merge_size"}
         ),
-        # transformers ties nothing if a file has two matrices, and these files have.
+        # transformers does not tie if a file has two matrices, as these files do.
         ties=False,
     ),
     Wrapper(
@@ -181,11 +181,11 @@ WRAPPERS: dict[str, Wrapper] = {wrapper.model_type: wrapper for wrapper in _ALL}
 
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
-"""Types whose network, config.json and tensors are another's; they are written as that one, which transformers has."""
+"""Types with another type's network, config.json and tensors; exports use that type, which transformers has."""
 
 
 def wrapper_of(config: HfConfig) -> Wrapper | None:
-    """Return the wrapper of a config.json's text model; None if it is for a standalone text model."""
+    """Return the wrapper for a config.json's text model; None for a standalone text model."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         return None
@@ -193,9 +193,9 @@ def wrapper_of(config: HfConfig) -> Wrapper | None:
 
 
 def unwrapped(config: HfConfig) -> dict[str, Any]:
-    """Return the text model's config: the ``text_config`` of a wrapped one, completed, or the config itself.
+    """Return the text model's config: a wrapped model's ``text_config``, completed, or the config itself.
 
-    Its ``model_type`` is that of a family, even if the config uses an alias. Raise ConfigError if the text model is not
+    Its ``model_type`` is a family's, even if the config uses an alias. Raise ConfigError if the text model is not
     supported, and for unknown keys next to it.
     """
     wrapper = wrapper_of(config)
@@ -205,19 +205,20 @@ def unwrapped(config: HfConfig) -> dict[str, Any]:
             return {**config, "model_type": ALIASES[model_type]}
         return dict(config)
     _check_around(config, wrapper)
-    # The table itself is untrusted, like everything in the file.
+    # The table itself is untrusted, like the rest of the file.
     text = config.get(TEXT)
     if not isinstance(text, dict):
         raise ConfigError(f"{TEXT}={shown(text)} in a {wrapper.model_type} config.json must be a table.")
+    # In order of precedence: the file's own values override the class defaults.
     found = {"model_type": wrapper.text_types[0], **wrapper.defaults, **text}
     if found["model_type"] not in wrapper.text_types:
         raise ConfigError(
             f"{TEXT}.model_type={shown(found['model_type'])} is not supported within {wrapper.model_type}; supported: "
             f"{', '.join(wrapper.text_types)}."
         )
-    # The full model's value counts, not that of a part.
+    # The full model's value counts, not a part's.
     found[_TIE] = config.get(_TIE, text.get(_TIE, wrapper.ties))
-    # A text model in it has another class, or none.
+    # The class inside is not the one that loads the full model.
     found.pop("architectures", None)
     return found | {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
 
@@ -241,8 +242,8 @@ def _check_around(config: HfConfig, wrapper: Wrapper) -> None:
 
 
 def rewrapped(original: HfConfig, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a wrapped model with this text model; other parts are as in ``original``."""
-    # If the classes of the text model and of the full model differ, the full model's is the one that loads it.
+    """Return a wrapped model's config.json with this text model; other parts are as in ``original``."""
+    # The full model's class loads the export, even if the text model names another.
     found = {**original, TEXT: {key: value for key, value in text.items() if key != "architectures"}}
     # Exports are not quantised.
     found.pop(_QUANTIZED, None)

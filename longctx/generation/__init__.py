@@ -1,4 +1,4 @@
-"""Continuations of prompts: one at a time or many, greedy, sampled, or by beam search."""
+"""Continuing prompts: one at a time or batched, greedy, sampled, or by beam search."""
 
 from longctx.generation.batch import generate_batch
 from longctx.generation.beams import Beams

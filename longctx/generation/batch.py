@@ -1,7 +1,7 @@
-"""Continuation of many prompts, several at a time: when one ends, the next one enters.
+"""Continuous batching: when a sequence ends, the next prompt enters.
 
-Prompts that enter are read together, chunk by chunk. Then the active sequences advance together by one token per step,
-regardless of their lengths: none waits for another to end.
+Entering prompts are read together, chunk by chunk. Then the active sequences advance together by one token per step,
+regardless of their lengths, so no sequence waits for another to end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longctx.model.attention.cache import KVCache
 from longctx.model.decoder import Decoder
 
 MAX_SEQUENCES = 8
-"""Prompts that are under way together."""
+"""Default maximum of active sequences."""
 
 
 def generate_batch(
@@ -40,9 +40,9 @@ def generate_batch(
     max_sequences: int = MAX_SEQUENCES,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield (index of the prompt, its new tokens), each as soon as it has ended.
+    """Yield (prompt index, new tokens) for each prompt as soon as it ends.
 
-    The tokens equal those of ``generate`` for the prompt alone: each is sampled from the strategy's seed. At most
+    The tokens equal those from ``generate`` for the prompt alone: each prompt samples from the strategy's seed. At most
     ``max_sequences`` are active, each with its own cache. Beam search handles one prompt after another. For a model
     with an encoder, ``sources`` has the encoder's input for each prompt. All processes that share the model's sequences
     must make the same call. An invalid request fails at the call.
@@ -57,7 +57,7 @@ def generate_batch(
     )
     if max_sequences < 1:
         raise ConfigError(f"max_sequences={max_sequences} must be at least 1. The default is {MAX_SEQUENCES}.")
-    # All of them now: hours later, one bad prompt would lose the others' continuations.
+    # Check all prompts now: hours later, a bad prompt would lose the others' continuations.
     of_each = list(sources) if sources is not None else [None] * len(prompts)
     if len(of_each) != len(prompts):
         raise ConfigError(f"{len(prompts)} prompts and {len(of_each)} sources: each prompt has one.")
@@ -73,7 +73,7 @@ def generate_batch(
 
 
 def _forgetting(model: Decoder, found: Iterator[tuple[int, list[int]]]) -> Iterator[tuple[int, list[int]]]:
-    """Yield the results, and free the keys of the last sequences' sources at the end."""
+    """Yield the results, and free the last sequences' source keys at the end."""
     try:
         yield from found
     finally:
@@ -82,7 +82,7 @@ def _forgetting(model: Decoder, found: Iterator[tuple[int, list[int]]]) -> Itera
 
 @dataclass(frozen=True, eq=False)
 class _Sequence:
-    """Active prompt."""
+    """Active sequence."""
 
     index: int
     continuation: Continuation
@@ -98,7 +98,7 @@ def _continued(
     max_sequences: int,
 ) -> Iterator[tuple[int, list[int]]]:
     new_cache = model.new_caches(min(max_sequences, len(prompts)))
-    # Removing the last element of a list is fastest.
+    # A reversed list, because removing its last element is fastest.
     waiting = list(reversed(range(len(prompts))))
     under_way: list[_Sequence] = []
     while waiting or under_way:
@@ -114,7 +114,7 @@ def _continued(
         under_way += entering
         ended = _ended(under_way)
         yield from ended
-        # A first token may be the last: then the next prompt enters before the others continue.
+        # A first token may also be the last: then the next prompt enters before the others continue.
         if under_way and not ended:
             new_ids = [_unread(model, sequence, prompts) for sequence in under_way]
             caches = [sequence.cache for sequence in under_way]
@@ -123,7 +123,7 @@ def _continued(
 
 
 def _unread(model: Decoder, sequence: _Sequence, prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ids missing from the sequence's cache: its newest token, or all if it has to be read again."""
+    """Return the ids missing from the sequence's cache: its newest token, or all if it must be read again."""
     ids = sequence.continuation.ids
     if not starts_over(model, sequence.cache, 1):
         return ids[-1:]
@@ -132,7 +132,7 @@ def _unread(model: Decoder, sequence: _Sequence, prompts: Sequence[Sequence[int]
 
 
 def _enter(model: Decoder, request: Request, sequences: list[_Sequence], prompts: Sequence[Sequence[int]]) -> None:
-    """Read the prompts of these sequences together, and choose their first tokens."""
+    """Read these sequences' prompts together, and choose their first tokens."""
     reading = [sequence for sequence in sequences if not sequence.continuation.has_ended]
     if reading:
         ids, caches = [prompts[sequence.index] for sequence in reading], [sequence.cache for sequence in reading]
@@ -140,7 +140,7 @@ def _enter(model: Decoder, request: Request, sequences: list[_Sequence], prompts
 
 
 def _add_tokens(request: Request, sequences: list[_Sequence], logits_NV: Tensor) -> None:
-    """Choose the next token of each sequence."""
+    """Choose each sequence's next token."""
     continuations = [sequence.continuation for sequence in sequences]
 
     def choose() -> list[int]:
@@ -155,9 +155,10 @@ def _add_tokens(request: Request, sequences: list[_Sequence], logits_NV: Tensor)
 
 
 def _ended(under_way: list[_Sequence]) -> list[tuple[int, list[int]]]:
-    """Remove the ended sequences and return index and tokens of each."""
+    """Remove the ended sequences and return their (index, tokens)."""
     ended = [sequence for sequence in under_way if sequence.continuation.has_ended]
     under_way[:] = [sequence for sequence in under_way if not sequence.continuation.has_ended]
     for sequence in ended:
+        # The next prompt to enter reuses the freed memory.
         sequence.cache.free()
     return [(sequence.index, sequence.continuation.ids) for sequence in ended]

@@ -1,4 +1,4 @@
-"""Beam search: the continuation with the best score, its log-likelihood over a power of its length.
+"""Beam search: find the continuation with the best score, its log-likelihood over a power of its length.
 
 The rules follow transformers' ``generate``, in float32 and in the same order, so that the same beams win.
 
@@ -18,19 +18,22 @@ from torch import Tensor
 from longctx.errors import ConfigError
 
 _NEVER = -1e9
-"""The score of what must not be chosen."""
+"""Score for candidates that must not be chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beams:
-    """Beam search with this many beams."""
+    """Beam search options."""
 
     num_beams: int
     length_penalty: float = 1.0
     """Scores are log-likelihoods over the number of new tokens to this power: above 0 favours long continuations."""
     early_stopping: bool | Literal["never"] = False
-    """When to end: True as soon as as many continuations have ended as there are beams, False when a better one is
-    unlikely, "never" when it is impossible."""
+    """When to end the search.
+
+    True: once as many continuations have ended as there are beams. False: once a better one is unlikely. "never": once
+    it is impossible.
+    """
 
     def __post_init__(self) -> None:
         if self.num_beams < 2:
@@ -40,29 +43,29 @@ class Beams:
 
 
 class Beam(NamedTuple):
-    """Next step of a beam."""
+    """A beam's next step."""
 
     parent: int
-    """Index of the beam, among those of the step before, that it goes on from."""
+    """Index of the beam in the previous step that it extends."""
     token: int
 
 
 class BeamSearch:
-    """State of one search, without the model: it takes log-probabilities and returns the beams of the next step."""
+    """Search state, without the model: it takes log-probabilities and returns the beams for the next step."""
 
     def __init__(
         self, beams: Beams, max_new_tokens: int, has_ended: Callable[[Sequence[int]], bool], num_stop_ids: int
     ) -> None:
-        """Set up the search. ``has_ended`` returns whether new tokens form a complete continuation."""
+        """Set up the search. ``has_ended`` returns True if the new tokens form a complete continuation."""
         N = beams.num_beams
         self.beams = beams
         self.running: list[list[int]] = [[] for _ in range(N)]
-        """The new tokens of each beam."""
+        """New tokens of each beam."""
         self._max_new_tokens = max_new_tokens
         self._has_ended = has_ended
-        # Enough candidates that some continue, even if others end.
+        # Enough candidates that some continue even if all stop ids are among the best.
         self._num_candidates = max(2, 1 + num_stop_ids) * N
-        # All beams equal the prompt at first: only one of them may be continued.
+        # All beams equal the prompt at first, so only one may be extended.
         self._scores_N = torch.tensor([0.0] + [_NEVER] * (N - 1))
         self._ended: list[list[int]] = [[] for _ in range(N)]
         self._ended_scores_N = torch.full((N,), _NEVER)
@@ -70,9 +73,10 @@ class BeamSearch:
         self._may_improve = True
 
     def advance(self, log_probs_NV: Tensor) -> list[Beam]:
-        """Return the beams of the next step, given the next tokens' log-probabilities; none if the search is over."""
+        """Return the beams for the next step, given the next tokens' log-probabilities; empty if the search is over."""
         N, V = log_probs_NV.shape
         totals = (log_probs_NV + self._scores_N[:, None]).flatten()
+        # Rank over beams and tokens together: [N · V] totals.
         scores_C, indices_C = totals.topk(min(self._num_candidates, len(totals)))
         beams = [Beam(index // V, index % V) for index in indices_C.tolist()]
         ids = [[*self.running[beam.parent], beam.token] for beam in beams]
@@ -95,7 +99,7 @@ class BeamSearch:
         return len(ids) >= self._max_new_tokens or self._has_ended(ids)
 
     def _add_ended(self, ids: list[list[int]], scores_C: Tensor, ends_C: Tensor) -> None:
-        """Rank the ended ones among the best N candidates together with the continuations that ended before."""
+        """Merge the ended ones among the best N candidates into the ranking of ended continuations."""
         N = self.beams.num_beams
         ends_C = ends_C.clone()
         # The other candidates only ensure that enough beams continue.
@@ -110,8 +114,9 @@ class BeamSearch:
         self._ended_scores_N, self._is_ended_N = scores, torch.cat((self._is_ended_N, ends_C))[best]
 
     def _goes_on(self, all_end: bool) -> bool:
-        """Return whether a running beam may still become better than the worst ended one."""
+        """Return True if a running beam may still become better than the worst ended one."""
         beams, length = self.beams, len(self.running[0])
+        # A positive power divides longer continuations by more, so the best possible score is at the maximum length.
         if beams.early_stopping == "never" and beams.length_penalty > 0:
             length = self._max_new_tokens
         hoped_for = self._scores_N[0] / length**beams.length_penalty

@@ -1,4 +1,4 @@
-"""Memory of a sequence's cache, by arithmetic alone."""
+"""Cache memory per sequence, by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from longctx.kernels.dtypes import accumulate_dtype
 
 
 def cache_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype, *, chunk_tokens: int, degree: int = 1) -> int:
-    """Return the cache bytes of ``num_tokens`` tokens on each of ``degree`` processes that share them.
+    """Return the cache bytes for ``num_tokens`` tokens on each of ``degree`` processes that share them.
 
-    They are for keys, values and states. A layer with a window stores the window and a chunk; a linear layer has one
-    state, replicated on every process.
+    Covers keys, values and states. A windowed layer stores its window and a chunk; a linear layer has one state,
+    replicated on every process.
     """
     total = 0
     for mixer, layers in mixers_of(config).items():
         cached = mixer.cached(config, num_tokens, chunk_tokens)
+        # Round up: the process with the most rows needs this much.
         rows = -(-cached.rows // degree) * cached.row_values * dtype.itemsize
         total += layers * (rows + cached.state_values * accumulate_dtype(dtype).itemsize)
     return total

@@ -1,4 +1,4 @@
-"""Continuation: the new tokens of a prompt so far, the choice of the next one, and the stopping rule.
+"""Continuation: a prompt's new tokens so far, the choice of the next one, and the stopping rule.
 
 Axes: V vocabulary.
 """
@@ -19,7 +19,7 @@ from longctx.generation.stop_strings import StopStrings
 from longctx.model.decoder import Decoder
 
 _MOST_EXPECTED = 256
-"""Most new tokens that memory is made for together with the prompt's; longer answers copy the keys now and then."""
+"""Maximum new tokens to reserve cache memory for with the prompt; longer answers copy the keys now and then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,32 +27,32 @@ class Request:
     """Options for continuing prompts."""
 
     max_new_tokens: int
-    """Tokens to add at most."""
+    """Maximum tokens to add."""
     strategy: Greedy | Sample | Beams = field(default_factory=Greedy)
     penalties: Penalties = field(default_factory=Penalties)
     """Applied before the strategy sees the logits."""
     stop_ids: Collection[int] = ()
-    """A token of these is the last one."""
+    """Ids that end a continuation; the id itself is included."""
     stop_strings: StopStrings | None = None
-    """The token that completes one of these is the last one."""
+    """Texts that end a continuation with the token that completes them."""
     chunk_tokens: int = CHUNK_TOKENS
-    """Tokens of a prompt that a forward pass reads, about."""
+    """Approximate prompt tokens per forward pass."""
 
     @property
     def num_caches(self) -> int:
-        """Number of caches that one prompt needs."""
+        """Caches needed per prompt."""
         if isinstance(self.strategy, Beams):
             return self.strategy.num_beams
         return 1
 
     @property
     def expected_tokens(self) -> int:
-        """Number of new tokens to reserve cache space for from the start. The last one is never stored."""
+        """New tokens to reserve cache space for from the start; the last one is never stored."""
         return min(max(self.max_new_tokens - 1, 0), _MOST_EXPECTED)
 
     @property
     def is_greedy(self) -> bool:
-        """True if the likeliest token is always chosen, independent of earlier tokens."""
+        """True if the most probable token is always chosen, independent of earlier tokens."""
         return isinstance(self.strategy, Greedy) and self.penalties == Penalties()
 
     def check(self, model: Decoder, prompt_ids: Sequence[int], source_ids: Sequence[int] | None = None) -> None:
@@ -63,6 +63,7 @@ class Request:
                 "this model sees both sides of a token (model.causal=false), so it continues nothing. Ask it "
                 "for masked tokens: longctx evaluate --tasks masked."
             )
+        # An encoder needs a source, and a decoder alone cannot read one.
         if (source_ids is None) == (model.config.encoder_layers > 0):
             has = "no" if source_ids is None else "a"
             raise ConfigError(
@@ -78,8 +79,8 @@ class Request:
         _check_ids(model, prompt_ids, "prompt")
 
     def ends(self, prompt_ids: Sequence[int]) -> Callable[[int], bool]:
-        """Return a function that returns, for each token of a continuation in turn, whether it is the last one."""
-        # It depends on the text so far, so each continuation has its own.
+        """Return a function that takes a continuation's tokens in turn and returns True for the last one."""
+        # The function keeps the text so far, so each continuation needs its own.
         has_stop_string = None
         if self.stop_strings is not None:
             has_stop_string = self.stop_strings.start(prompt_ids)
@@ -113,12 +114,12 @@ def _check_ids(model: Decoder, ids: Sequence[int], side: str) -> None:
 
 
 class Continuation:
-    """Continuation that a strategy chooses token by token."""
+    """Continuation chosen token by token."""
 
     def __init__(self, request: Request, prompt_ids: Sequence[int]) -> None:
         assert not isinstance(request.strategy, Beams), "beams choose several tokens at once"
         self.ids: list[int] = []
-        """The tokens so far."""
+        """New tokens so far."""
         self._choose = request.strategy.start()
         self._penalise = request.penalties.start(prompt_ids)
         self._is_last = request.ends(prompt_ids)
@@ -131,7 +132,7 @@ class Continuation:
         return self._has_ended or len(self.ids) >= self._max_new_tokens
 
     def choose(self, logits_V: Tensor) -> int:
-        """Return the next token, given its logits in fp32. Call once per token, because it may draw random numbers."""
+        """Return the next token, given its logits in fp32; call once per token, because it may use random numbers."""
         return self._choose(self._penalise(logits_V, self.ids))
 
     def add(self, token: int) -> None:

@@ -1,4 +1,4 @@
-"""Load the decoder of a checkpoint or of a Hugging Face folder."""
+"""Decoder loading from a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longctx.model.decoder import Decoder
 
 
 def find_model(folder: str | Path) -> Path:
-    """Return a checkpoint or a Hugging Face folder itself, or for a run folder its newest checkpoint.
+    """Return a checkpoint or Hugging Face folder itself, or a run folder's newest checkpoint.
 
     Raise ConfigError if the path does not exist, CheckpointError if the folder holds neither.
     """
@@ -31,17 +31,17 @@ def find_model(folder: str | Path) -> Path:
 
 
 def is_hf_folder(folder: str | Path) -> bool:
-    """Return whether a folder holds a Hugging Face model, and not one of our checkpoints."""
+    """Return True if a folder holds a Hugging Face model, not one of our checkpoints."""
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / MANIFEST).is_file()
 
 
 def load_model(
     folder: str | Path, dtype: torch.dtype = torch.float32, *, cores: Mapping[str, AttentionCore] | None = None
 ) -> Decoder:
-    """Return the decoder of a checkpoint, a run's newest one, or a Hugging Face folder: on the CPU, for generation.
+    """Load the decoder from a checkpoint, a run's newest one, or a Hugging Face folder: on the CPU, for generation.
 
-    ``cores`` are those of its layers' mixers (``Decoder``). Raise CheckpointError unless the folder holds exactly the
-    decoder's tensors.
+    ``cores`` replaces attention cores by mixer name (``Decoder``). Raise CheckpointError unless the folder holds
+    exactly the decoder's tensors.
     """
     folder = find_model(folder)
     if is_hf_folder(folder):
@@ -49,6 +49,7 @@ def load_model(
     else:
         reader = CheckpointReader(folder)
         config, weights = model_config(reader), dict(reader.state_dict(dtype))
+    # No seed: every weight is loaded, so random initialization would only take time.
     model = Decoder(config, cores, seed=None).to(dtype)
     try:
         model.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""Generate tokens with a decoder, one at a time."""
+"""Token-by-token generation with a decoder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generate(
     stop_strings: StopStrings | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> list[int]:
-    """Continue the prompt by at most ``max_new_tokens`` tokens, ending with the first of ``stop_ids``, if any.
+    """Continue the prompt by at most ``max_new_tokens`` tokens, up to and including the first of ``stop_ids``.
 
     The token that completes one of ``stop_strings`` also ends it. ``penalties`` change logits before the strategy
     chooses. For a model with an encoder, ``source_ids`` is the encoder's input, and the prompt is the target so far:
@@ -73,11 +73,12 @@ def _tokens(model: Decoder, prompt_ids: list[int], request: Request, cache: KVCa
     """Yield tokens; each is read when the next is requested."""
     continuation, new_ids = Continuation(request, prompt_ids), prompt_ids
     while not continuation.has_ended:
+        # The cached keys no longer match the rotation: read everything again.
         if starts_over(model, cache, len(new_ids)):
             cache.free()
             new_ids = prompt_ids + continuation.ids
         logits_V = last_logits(model, read(model, new_ids, cache, request.chunk_tokens))[0]
-        # Chosen once and broadcast: processes with different rounding would otherwise continue different texts.
+        # Choose once and broadcast: with different rounding, processes would otherwise continue different texts.
         new_ids = cache.once(lambda logits_V=logits_V: [continuation.choose(logits_V)], 1)
         continuation.add(new_ids[0])
         yield new_ids[0]

@@ -1,6 +1,6 @@
 """Penalties for tokens that the text already contains.
 
-Axes: V vocabulary, N different tokens.
+Axes: V vocabulary, N distinct tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Penalties:
-    """Penalties for tokens of the prompt or the continuation; none by default."""
+    """Penalties for tokens from the prompt or the continuation; disabled by default."""
 
     repetition: float = 1.0
-    """Divides logits above 0 and multiplies those below, of tokens in the prompt and in the continuation."""
+    """Divides positive logits and multiplies negative ones, for tokens in the prompt and the continuation."""
     presence: float = 0.0
     """Subtracted from the logits of tokens in the continuation."""
     frequency: float = 0.0
-    """Subtracted from the logit of a token once for each time that the continuation has it."""
+    """Subtracted from a token's logit once per occurrence in the continuation."""
 
     def __post_init__(self) -> None:
         if not 0 < self.repetition < math.inf:
@@ -38,7 +38,7 @@ class Penalties:
         """Return a function that applies the penalties to logits [V], given the new tokens so far (not the prompt)."""
         if self == Penalties():
             return lambda logits_V, new_ids: logits_V
-        # A prompt may be long, and is the same at each step.
+        # Once: a prompt may be long, and is the same at each step.
         prompt_N = torch.tensor(prompt_ids, dtype=torch.int64).unique()
 
         def penalise(logits_V: Tensor, new_ids: Sequence[int]) -> Tensor:
@@ -53,7 +53,7 @@ class Penalties:
 
 
 def _multiplied(logits_V: Tensor, ids_N: Tensor, penalty: float) -> Tensor:
-    """Return the logits with those of these tokens reduced."""
+    """Reduce these tokens' logits by ``penalty``."""
     logits_N = logits_V[ids_N]
-    # A logit below 0 is not divided, which would make it likelier.
+    # Dividing a negative logit would make its token more probable.
     return logits_V.index_copy(0, ids_N, torch.where(logits_N < 0, logits_N * penalty, logits_N / penalty))

@@ -1,8 +1,8 @@
-"""Prefill: reads tokens into a cache, chunk by chunk, so that memory besides the cache does not grow with the prompt.
+"""Prefill: read tokens into a cache, chunk by chunk, so that memory outside the cache does not grow with the prompt.
 
-The cache determines which tokens of a chunk this process gets, so reading is the same on one process and on many.
+The cache determines this process's tokens within a chunk, so reading is the same for one process and for many.
 
-Axes: B rows, t tokens of a chunk on this process, T all of them, M model width, N sequences, V vocabulary.
+Axes: B rows, t chunk tokens on this process, T all tokens, M model width, N sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from longctx.model.experts.replay import RoutingReplay
 from longctx.model.training_pass import TrainingPass
 
 CHUNK_TOKENS = 4096
-"""Tokens of a prompt that one forward pass reads, on however many processes."""
+"""Prompt tokens per forward pass, summed over processes."""
 
 
 def check_chunk_tokens(chunk_tokens: int) -> None:
@@ -35,13 +35,11 @@ def check_chunk_tokens(chunk_tokens: int) -> None:
 
 
 def starts_over(model: Decoder, cache: KVCache, num_new: int) -> bool:
-    """Return True if ``num_new`` tokens after the cached ones change the rotation of the cached keys.
-
-    LongRoPE has one table for sequences of up to ``original_max_positions`` tokens and another for longer ones: at the
-    switch all tokens have to be read again, as in transformers' Phi-3. Frequencies of a dynamic rope change with every
-    token, but its keys keep their original rotation, as in transformers.
-    """
+    """Return True if ``num_new`` tokens after the cached ones change the rotation of the cached keys."""
     config = model.config
+    # LongRoPE has one table for sequences up to ``original_max_positions`` tokens and another for longer ones: at the
+    # switch all tokens must be read again, as in transformers' Phi-3. Frequencies in a dynamic rope change with every
+    # token, but its keys keep their original rotation, as in transformers.
     if config.position != "rope" or config.rope.kind != "longrope":
         return False
     return 0 < cache.num_tokens <= config.rope.original_max_positions < cache.num_tokens + num_new
@@ -50,7 +48,7 @@ def starts_over(model: Decoder, cache: KVCache, num_new: int) -> bool:
 def can_share(model: Decoder) -> bool:
     """Return True if texts may be read together, or after one reading of their common prefix.
 
-    That is not possible if frequencies depend on the length of the text.
+    That is not possible if frequencies depend on the text's length.
     """
     return model.config.position != "rope" or not model.config.rope.depends_on_length
 
@@ -88,7 +86,7 @@ def _read_together(model: Decoder, sources: Sequence[Sequence[int]], caches: Seq
 
 @torch.no_grad()
 def read(model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
-    """Read tokens after those of the cache; return hidden states [1, t, M] of the last few, the last at the end."""
+    """Read tokens after the cached ones; return hidden states [1, t, M] for the last few, the last at the end."""
     last_BtM = None
     for _, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
         last_BtM = hidden_BtM
@@ -97,8 +95,8 @@ def read(model: Decoder, ids: Sequence[int], cache: KVCache, chunk_tokens: int =
 
 
 def last_logits(model: Decoder, hidden_BtM: Tensor) -> Tensor:
-    """Return logits [B, V], fp32, after the last of these tokens."""
-    # The head is applied only to the last token: logits of a long prompt would be the largest tensor of all.
+    """Return fp32 logits [B, V] after the last token."""
+    # Apply the head to the last token only: logits for a long prompt would be the largest tensor of all.
     return model.logits(hidden_BtM[:, -1:])[:, 0].float()
 
 
@@ -106,7 +104,7 @@ def last_logits(model: Decoder, hidden_BtM: Tensor) -> Tensor:
 def read_each(
     model: Decoder, ids: Sequence[Sequence[int]], caches: Sequence[KVCache], chunk_tokens: int = CHUNK_TOKENS
 ) -> Tensor:
-    """Read tokens of N sequences into their caches, together; return logits [N, V], fp32, after the last ones.
+    """Read tokens from N sequences into their caches, together; return fp32 logits [N, V] after the last tokens.
 
     A pass reads at most about ``chunk_tokens``, over all sequences.
     """
@@ -116,12 +114,12 @@ def read_each(
         parts = [_newest_hidden(model, [of_one[0] for of_one in ids], caches)]
     else:
         parts = _last_hidden(model, ids, caches, chunk_tokens)
-    # The head is applied only to the last tokens: logits of a long prompt would be the largest tensor of all.
+    # Apply the head to the last tokens only: logits for a long prompt would be the largest tensor of all.
     return model.logits(torch.cat(parts)[None])[0].float()
 
 
 def _newest_hidden(model: Decoder, ids: list[int], caches: Sequence[KVCache]) -> Tensor:
-    """Read one token of each sequence; return their hidden states [N, M]."""
+    """Read one token per sequence; return their hidden states [N, M]."""
     cache, device = SequencesCache(caches), _device_of(model)
     chunk = cache.chunk(len(ids))
     tokens_BN = int64_tensor(ids)[None].to(device, non_blocking=True)
@@ -132,11 +130,12 @@ def _newest_hidden(model: Decoder, ids: list[int], caches: Sequence[KVCache]) ->
 def _last_hidden(
     model: Decoder, ids: Sequence[Sequence[int]], caches: Sequence[KVCache], chunk_tokens: int
 ) -> list[Tensor]:
-    """Read all tokens; return the hidden state [1, M] of each sequence's last one."""
+    """Read all tokens; return the hidden state [1, M] at each sequence's last token."""
     device, firsts = _device_of(model), [cache.num_tokens for cache in caches]
     coming = [cache.chunks(len(of_one), chunk_tokens) for of_one, cache in zip(ids, caches, strict=True)]
     waiting = {n: next(of_one) for n, of_one in enumerate(coming)}
     last: dict[int, Tensor] = {}
+    # Each pass takes the next chunk from as many sequences as fit, so short prompts share passes with long ones.
     while waiting:
         sequences = _next_pass(waiting, chunk_tokens)
         chunk = join([waiting[n] for n in sequences])
@@ -146,6 +145,7 @@ def _last_hidden(
         positions_Bt = chunk.indices[None].to(device, non_blocking=True)
         hidden_BtM = model(tokens_Bt, positions_Bt, cache=cache, chunk=chunk)
         for n, tokens in zip(sequences, tokens_of(chunk.sequences), strict=True):
+            # Overwritten until the sequence's last chunk.
             last[n] = hidden_BtM[:, tokens.stop - 1]
             following = next(coming[n], None)
             del waiting[n]
@@ -155,7 +155,7 @@ def _last_hidden(
 
 
 def _next_pass(waiting: Mapping[int, TokenChunk], chunk_tokens: int) -> list[int]:
-    """Return the sequences to read in one pass: all split over processes or none, within the token limit."""
+    """Return the sequences to read in one pass, within the token limit: all split over processes, or all replicated."""
     found: list[int] = []
     num_tokens = 0
     is_replicated = next(iter(waiting.values())).is_replicated
@@ -170,21 +170,21 @@ def _next_pass(waiting: Mapping[int, TokenChunk], chunk_tokens: int) -> list[int
 
 
 def token_nll(model: Decoder, ids: Sequence[int], *, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
-    """Return the negative log-likelihood of each token after the first, given those before it, [T − 1], fp32.
+    """Return each token's negative log-likelihood after the first, given those before it, [T − 1], fp32.
 
-    Every process that shares the model's sequences gets all of them.
+    Every process that shares the model's sequences gets all values.
     """
     return token_scores(model, ids, chunk_tokens=chunk_tokens).nll
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of each token of a sequence."""
+    """Scores for each token in a sequence."""
 
     nll: Tensor
-    """The negative log-likelihood of each token after the first [T − 1], fp32."""
+    """Negative log-likelihood per token after the first [T − 1], fp32."""
     experts: Tensor | None = None
-    """The experts that read each token [T, L, k], int32 on the CPU, L layers of experts; None if nobody asked."""
+    """Experts that read each token [T, L, k], int32 on the CPU, L expert layers; None if not requested."""
 
 
 @torch.no_grad()
@@ -205,7 +205,7 @@ def token_scores(
     if with_experts:
         replays = []
     for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens, replays):
-        # The full logits of a chunk never exist, and each process scores the tokens that it has read.
+        # A chunk's full logits never exist, and each process scores the tokens that it has read.
         targets_Bt = given_tokens(chunk, targets)[None].to(hidden_BtM.device, non_blocking=True)
         nll.append(cache.collect(model.token_nll(hidden_BtM, targets_Bt), chunk)[0])
         if replays:
@@ -222,15 +222,15 @@ def read_chunks(
     chunk_tokens: int,
     replays: list[RoutingReplay] | None = None,
 ) -> Iterator[tuple[TokenChunk, Tensor]]:
-    """Read tokens after those of the cache; yield each chunk and the hidden states [1, t, M] of its tokens here.
+    """Read tokens after the cached ones; yield each chunk with hidden states [1, t, M] for its tokens on this process.
 
-    The chosen experts of these tokens are appended to ``replays`` before each chunk is yielded.
+    These tokens' chosen experts are appended to ``replays`` before each chunk is yielded.
     """
     device, first = _device_of(model), cache.num_tokens
     for chunk in cache.chunks(len(ids), chunk_tokens):
-        # Copied asynchronously: the device is still busy with the chunk before.
+        # Copy asynchronously: the device is still busy with the previous chunk.
         tokens_Bt = given_tokens(chunk, ids, first)[None].to(device, non_blocking=True)
-        # A position is an index in the sequence: the cache holds all of it, from the first token on.
+        # A position is an index in the sequence: the cache holds all tokens from the first on.
         positions_Bt = chunk.indices[None].to(device, non_blocking=True)
         training_pass = None
         if replays is not None:
@@ -240,8 +240,8 @@ def read_chunks(
 
 
 def given_tokens(chunk: TokenChunk, ids: Sequence[int], first: int = 0) -> Tensor:
-    """Return the ids [t] of this process's part of a chunk, from ids that begin at the sequence's token ``first``."""
-    # Only of the chunk: a tensor of the full prompt would take eight bytes per token besides the cache.
+    """Return ids [t] for this process's part of a chunk, from ids that start at the sequence's token ``first``."""
+    # Convert the chunk only: a tensor for the full prompt would take eight bytes per token next to the cache.
     parts = [int64_tensor(ids[part.start - first : part.stop - first : part.step]) for part in chunk.given]
     if len(parts) == 1:
         return parts[0]
@@ -249,5 +249,5 @@ def given_tokens(chunk: TokenChunk, ids: Sequence[int], first: int = 0) -> Tenso
 
 
 def _device_of(model: Decoder) -> torch.device:
-    # Not the first of all parameters: listing those visits all modules.
+    # Use the embedding: listing all parameters visits all modules.
     return model.model.embed_tokens.weight.device

@@ -1,4 +1,4 @@
-"""Choice of the next token: greedy, or sampled with temperature, top-k, top-p and min-p.
+"""Next-token choice: greedy, or sampled with temperature, top-k, top-p and min-p.
 
 Axes: V vocabulary.
 """
@@ -17,7 +17,7 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Greedy:
-    """Greedy choice of the likeliest token, with ties broken by the lowest id."""
+    """Greedy choice of the most probable token, with ties broken by the lowest id."""
 
     def start(self) -> Callable[[Tensor], int]:
         """Return a function from the next token's logits [V], fp32, to its id."""
@@ -26,7 +26,7 @@ class Greedy:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Sampling from the model's distribution; the same seed draws the same tokens.
+    """Sampling from the model's distribution; the same seed samples the same tokens.
 
     Temperature first, then top-k, then top-p, then min-p, as in Hugging Face.
     """
@@ -34,11 +34,11 @@ class Sample:
     temperature: float = 1.0
     """Divides the logits: below 1 sharper, above 1 flatter."""
     top_k: int = 0
-    """Keep this many of the likeliest tokens (ties with the last one too); 0 keeps all."""
+    """Keep this many most probable tokens (and ties with the last one); 0 keeps all."""
     top_p: float = 1.0
-    """Keep the likeliest tokens that together reach this probability; at least one."""
+    """Keep the most probable tokens that together reach this probability; at least one."""
     min_p: float = 0.0
-    """Keep tokens that are at least so many times as likely as the likeliest; 0 keeps all."""
+    """Keep tokens at least this many times as probable as the most probable one; 0 keeps all."""
     seed: int = 0
     """Seed of the generator."""
 
@@ -57,7 +57,7 @@ class Sample:
         generator = torch.Generator().manual_seed(self.seed)
 
         def draw(logits_V: Tensor) -> int:
-            # On the CPU for every device, so that the same seed draws the same tokens.
+            # On the CPU for every device, so that the same seed samples the same tokens.
             return int(torch.multinomial(self.probabilities(logits_V.cpu()), 1, generator=generator))
 
         return draw
@@ -78,23 +78,23 @@ class Sample:
 
 
 def _top_k(scores_V: Tensor, count: int) -> Tensor:
-    """Keep the scores of the ``count`` likeliest tokens, and of tokens that tie with the last of them."""
+    """Keep scores for the ``count`` most probable tokens, and for tokens that tie with the last of them."""
     # By score, not by index: ties with the last one stay, whichever of them topk returns.
     threshold = scores_V.topk(min(count, len(scores_V))).values[-1]
     return scores_V.masked_fill(scores_V < threshold, -torch.inf)
 
 
 def _top_p(scores_V: Tensor, probability: float) -> Tensor:
-    """Keep the scores of the likeliest tokens that reach ``probability`` together; at least one."""
+    """Keep scores for the most probable tokens that reach ``probability`` together; at least one."""
     ascending, order = scores_V.sort()
-    # Drop the unlikeliest tokens while the others still reach it; the likeliest always stays.
+    # Drop the least probable tokens while the others still reach it; the most probable one always stays.
     dropped = ascending.softmax(0).cumsum(0) <= 1 - probability
     dropped[-1] = False
     return scores_V.masked_fill(torch.zeros_like(dropped).scatter(0, order, dropped), -torch.inf)
 
 
 def _min_p(scores_V: Tensor, share: float) -> Tensor:
-    """Keep the scores of tokens at least ``share`` times as likely as the likeliest (arXiv 2407.01082)."""
+    """Keep scores for tokens at least ``share`` times as probable as the most probable one (arXiv 2407.01082)."""
     # From probabilities, not scores, so that rounding removes the same tokens as in transformers.
     probabilities_V = scores_V.softmax(0)
     return scores_V.masked_fill(probabilities_V < share * probabilities_V.max(), -torch.inf)

@@ -1,7 +1,7 @@
 """Log-likelihoods of continuations: short ones in one packed row, long ones after one reading of their context.
 
-Axes: B = 1 row, t tokens on this process, T all of them, N scored tokens, M model width, V vocabulary; 2 is
-(log-likelihood, whether the token is the likeliest).
+Axes: B = 1 row, t tokens on this process, T all tokens, N scored tokens, M model width, V vocabulary; 2 is
+(log-likelihood, 1 if the token is the most probable).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from longctx.model.attention.cache import KVCache
 from longctx.model.decoder import Decoder
 
 HEAD_TOKENS = 256
-"""Tokens whose logits are there at once."""
+"""Maximum tokens with logits in memory at once."""
 
 
 class Pair(NamedTuple):
@@ -40,16 +40,16 @@ class Pair(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Score of a continuation."""
+    """Score for a continuation."""
 
     log_likelihood: float
     is_greedy: bool
-    """Whether greedy decoding writes it: each token is the likeliest after those before it."""
+    """True if greedy decoding would produce it: each token is the most probable after those before it."""
 
 
 @torch.no_grad()
 def score_packed(model: Decoder, pairs: Sequence[Pair]) -> list[Score]:
-    """Return the score of each pair, all read in one forward pass as documents of one row. For a single process."""
+    """Score pairs in one forward pass, packed as documents in one row. For a single process."""
     for pair in pairs:
         _check(model, pair)
     device = next(model.parameters()).device
@@ -58,6 +58,7 @@ def score_packed(model: Decoder, pairs: Sequence[Pair]) -> list[Score]:
     positions_T = torch.cat([torch.arange(pair.num_read) for pair in pairs]).to(device)
     hidden_BTM = model(tokens_T[None], positions_T[None], bounds)
     targets_T = torch.cat([torch.tensor(pair.ids[1:]) for pair in pairs])
+    # Position i predicts token i + 1, so scoring starts at the context's last token.
     is_scored_T = torch.cat([torch.arange(pair.num_read) >= len(pair.context) - 1 for pair in pairs])
     found_2T = _token_scores(model, hidden_BTM, targets_T, is_scored_T)
     parts = found_2T[:, is_scored_T.to(device)].split([len(pair.continuation) for pair in pairs], dim=1)
@@ -68,7 +69,7 @@ def score_packed(model: Decoder, pairs: Sequence[Pair]) -> list[Score]:
 def score_behind(
     model: Decoder, context: Sequence[int], continuations: Sequence[Sequence[int]], *, chunk_tokens: int = CHUNK_TOKENS
 ) -> list[Score]:
-    """Return the score of each continuation of one context, which is read once, about ``chunk_tokens`` at a time.
+    """Score each continuation of one context, which is read once, about ``chunk_tokens`` at a time.
 
     All processes that share the model's sequences must make the same call, and get the same result.
     """
@@ -79,7 +80,7 @@ def score_behind(
         first, ids = len(context) - 1, [pair.ids for pair in pairs]
         return [_score(_read_and_score(model, x[:-1], x[1:], first, model.new_cache(), chunk_tokens)) for x in ids]
     cache = model.new_cache()
-    # In the context's buffers, which are copied: otherwise each copy would be copied once more.
+    # Reserve space in the context's buffers, which are copied: otherwise each copy would be copied once more.
     cache.expect(max(map(len, continuations)) - 1)
     logits_V = last_logits(model, read(model, context, cache, chunk_tokens))[0]
     scores = []
@@ -108,7 +109,7 @@ def _check(model: Decoder, pair: Pair) -> None:
 def _read_and_score(
     model: Decoder, ids: Sequence[int], targets: Sequence[int], first: int, cache: KVCache, chunk_tokens: int
 ) -> Tensor:
-    """Read ids after those of the cache; return [2, N] for the targets from ``first`` on, on every process."""
+    """Read ids after the cached ones; return [2, N] for the targets from ``first`` on, on every process."""
     start, found = cache.num_tokens, []
     for chunk, hidden_BtM in read_chunks(model, ids, cache, chunk_tokens):
         at_t = chunk.indices - start
@@ -121,14 +122,14 @@ def _read_and_score(
 
 
 def _token_scores(model: Decoder, hidden_BtM: Tensor, targets_t: Tensor, is_scored_t: Tensor) -> Tensor:
-    """Return [2, t] for these tokens' targets, fp32; zeros for tokens that are not scored."""
+    """Return [2, t] for these tokens' targets, fp32; zeros for unscored tokens."""
     device = hidden_BtM.device
     found_2t = torch.zeros(2, len(targets_t), device=device)
     for at_N in is_scored_t.nonzero()[:, 0].split(HEAD_TOKENS):
-        # A process may have none of the scored tokens.
+        # A process may have no scored tokens.
         if len(at_N):
             on_device_N = at_N.to(device)
-            # Logits of a full context would be the largest tensor of all.
+            # Logits for a full context would be the largest tensor of all.
             logits_NV = model.logits(hidden_BtM[:, on_device_N])[0].float()
             found_2t[:, on_device_N] = _of_logits(logits_NV, targets_t[at_N].to(device))
     return found_2t
@@ -142,6 +143,6 @@ def _of_logits(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 
 def _score(found_2N: Tensor) -> Score:
-    """Return the score of a continuation from those of its tokens."""
-    # Summed in float64: a text of a million tokens would lose digits otherwise.
+    """Combine token scores into a continuation's score."""
+    # Sum in float64: a text with a million tokens would lose precision otherwise.
     return Score(float(found_2N[0].double().sum()), bool(found_2N[1].bool().all()))

@@ -17,14 +17,14 @@ from longctx.model.attention.cache import KVCache
 from longctx.model.decoder import Decoder
 
 _NONE = -1
-"""Told in place of a token that there is not."""
+"""Broadcast placeholder for a missing token."""
 
 
 @torch.inference_mode()
 def search(model: Decoder, prompt_ids: list[int], request: Request, beams: Beams, cache: KVCache) -> Iterator[int]:
     """Yield the best continuation when it is found.
 
-    Processes that share the cache follow the search of the first one; the search state of the others is never read.
+    Processes that share the cache follow the first one's search; the others' search state is never read.
     """
     if request.max_new_tokens == 0:
         return
@@ -40,10 +40,10 @@ def search(model: Decoder, prompt_ids: list[int], request: Request, beams: Beams
         chosen = [number for beam in state.advance(torch.stack(penalised)) for number in beam]
         return chosen or [_NONE] * (2 * beams.num_beams)
 
-    # Every beam is the prompt, read once: its next-token logits are the same for all, and only one beam is continued.
+    # Every beam is the prompt, read once: its next-token logits are the same for all, and only one beam is extended.
     logits_NV = last_logits(model, read(model, prompt_ids, cache, request.chunk_tokens)).expand(beams.num_beams, -1)
     caches: list[KVCache] = [cache] * beams.num_beams
-    # The beams as broadcast to all processes.
+    # Beams as broadcast to all processes.
     running: list[list[int]] = [[]] * beams.num_beams
     while True:
         told = cache.once(lambda logits_NV=logits_NV: next_beams(logits_NV), 2 * beams.num_beams)
@@ -58,16 +58,16 @@ def search(model: Decoder, prompt_ids: list[int], request: Request, beams: Beams
                 of_one.free()
             unread = [prompt_ids + ids for ids in running]
         logits_NV = read_each(model, unread, caches, request.chunk_tokens)
-    # The other processes do not know the length, so a fixed number of integers is broadcast.
+    # The other processes do not know the length, so broadcast a fixed number of integers.
     padding = [_NONE] * request.max_new_tokens
     best = cache.once(lambda: (state.best() + padding)[: request.max_new_tokens], request.max_new_tokens)
     yield from (token for token in best if token != _NONE)
 
 
 def continued(caches: Sequence[KVCache], beams: Sequence[Beam]) -> list[KVCache]:
-    """Return the cache of each beam: that of its parent, or a copy if another beam has taken it."""
+    """Return each beam's cache: its parent's, or a copy if another beam has taken it."""
     going_on = {id(caches[beam.parent]) for beam in beams}
-    # Memory of ended beams is reused for the copies.
+    # Free first: copies reuse the ended beams' memory.
     for cache in {id(cache): cache for cache in caches}.values():
         if id(cache) not in going_on:
             cache.free()
@@ -85,6 +85,6 @@ def continued(caches: Sequence[KVCache], beams: Sequence[Beam]) -> list[KVCache]
 def _has_ended(request: Request, prompt_ids: list[int], ids: Sequence[int]) -> bool:
     if request.stop_strings is None:
         return ids[-1] in request.stop_ids
-    # Beams change places: the text of each is read from its beginning.
+    # Beams change places, so read each beam's text from its start.
     is_last = request.ends(prompt_ids)
     return any(is_last(token) for token in ids)

@@ -1,4 +1,4 @@
-"""Stop strings: a text ends before the first of them, regardless of token boundaries."""
+"""Stop strings: a text ends before the first one, regardless of token boundaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StopStrings:
         self._strings = tuple(strings)
 
     def start(self, prompt_ids: Sequence[int]) -> Callable[[int], bool]:
-        """Return a function of each token of a continuation: whether its text now contains a stop string."""
+        """Return a function that takes tokens in turn and returns True once their text contains a stop string."""
         text, gate = TextStream(self._decode, prompt_ids), TextBeforeStop(self._strings)
 
         def add(token: int) -> bool:
@@ -36,7 +36,7 @@ class TextBeforeStop:
         self._strings = tuple(strings)
         self._waiting = ""
         self.has_ended = False
-        """Whether a stop string came; text after it is dropped."""
+        """True after a stop string; later text is dropped."""
 
     def add(self, text: str) -> str:
         """Return the text that certainly precedes any stop string."""
@@ -44,8 +44,8 @@ class TextBeforeStop:
             return ""
         self._waiting += text
         found = [(self._waiting.find(string), string) for string in self._strings]
-        # The first one to be completed, independent of how many characters arrive at once; then the one that begins
-        # first.
+        # Choose the string completed first, so that the result does not depend on how many characters come at once;
+        # among several, the one that begins first.
         whole = [(start + len(string), start) for start, string in found if start >= 0]
         if whole:
             self.has_ended = True
@@ -65,6 +65,7 @@ class TextBeforeStop:
         """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         most = 0
         for string in self._strings:
+            # Longest first, and only lengths greater than the best so far.
             for length in range(min(len(string) - 1, len(self._waiting)), most, -1):
                 if self._waiting.endswith(string[:length]):
                     most = length

@@ -1,4 +1,4 @@
-"""Streaming text of tokens: each part is returned as soon as it is certain.
+"""Streaming detokenization: text is returned as soon as later tokens cannot change it.
 
 A token alone has no text. Some tokenizers drop the space before the first decoded token, and a character may span
 several tokens. So tokens are decoded together with a few of those before them, and an unfinished character waits.
@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
-"""What decoding gives for bytes that are no whole character, or not yet."""
+"""Decoder output for bytes that do not form a complete character, or not yet."""
 
 Decode = Callable[[Sequence[int]], str]
-"""From ids to their text, as a tokenizer decodes them."""
+"""Function from ids to text, as a tokenizer decodes them."""
 
 
 class TextStream:
-    """Converter of tokens to text. The results of ``add`` and ``finish`` join to the text that follows the prompt's."""
+    """Converter from tokens to text. Results from ``add`` and ``finish`` join to the text that follows the prompt's."""
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
         self._decode = decode
         self._ids = _context(decode, list(prompt_ids))
-        """Tokens that are decoded together: some whose text is known, then those that may wait for more bytes."""
+        """Tokens decoded together: some with known text, then those that may wait for more bytes."""
         self._shown = decode(self._ids)
-        """The part of their text that was returned, or belongs to the prompt."""
+        """Part of their text that was returned, or belongs to the prompt."""
 
     def add(self, token: int) -> str:
-        """Return the text that this token made certain; may be empty."""
+        """Return the text that this token completed; may be empty."""
         self._ids.append(token)
         text = self._decode(self._ids)
         # The next token's bytes may complete the last character.
@@ -35,6 +35,7 @@ class TextStream:
         if new:
             self._shown = certain
         if certain == text:
+            # Drop tokens that no longer affect decoding: the cost per token stays constant.
             self._ids = _context(self._decode, self._ids)
             self._shown = self._decode(self._ids)
         return new
@@ -47,11 +48,10 @@ class TextStream:
 
 
 def _context(decode: Decode, ids: list[int]) -> list[int]:
-    """Return the shortest suffix of ``ids`` after which tokens decode as after all of ``ids``; all if there is none."""
+    """Return the shortest suffix of ``ids`` after which tokens decode as after all ``ids``; all if no suffix does."""
     for start in range(len(ids) - 1, -1, -1):
         text = decode(ids[start:])
-        # A tokenizer may drop some of the spaces in a blank text; a character that begins before these tokens is
-        # incomplete.
+        # A tokenizer may drop some spaces in a blank text; a character that begins before these tokens is incomplete.
         if text.strip() and UNFINISHED not in text:
             return ids[start:]
     return ids

@@ -1,13 +1,9 @@
-"""Cross-entropy of a linear head that never forms all logits at once.
+"""Fused linear cross-entropy: never materializes all logits at once.
 
-The loss is linear in the one gradient that comes back to it, so its own gradients are formed along with it: a chunk of
-tokens at a time, logits are multiplied out, become losses and then, in the same memory, their gradient, and are
-multiplied back. Between the products a chunk is processed in blocks of rows that fit a core's cache.
-
-float32 and float64 inputs are multiplied as they are. bfloat16 is multiplied as the caller's ``products`` say: in
+float32 and float64 inputs are multiplied in their own dtype. ``products`` selects how bfloat16 is multiplied: in
 float32 (exact logits, and several times faster on processors without bfloat16 instructions), or in bfloat16, with
-logits rounded to 8 bits as in any bfloat16 head; everything between the products is float32 in any case. On CUDA the
-weight's gradient is a float32 sum of bfloat16 products, rounded once, at the end.
+logits rounded to 8 bits as in any bfloat16 head; everything between the matmuls is float32 in either case. On CUDA the
+weight's gradient accumulates bfloat16 matmuls in float32 and is rounded once at the end.
 
 Axes: N tokens, n tokens of one chunk, r of one block, M model width, V vocabulary.
 """
@@ -30,36 +26,41 @@ from longctx.kernels.matmul import add_wide_product_, multiplies_in_float32, row
 from longctx.kernels.processor import Products
 from longctx.kernels.regions import Run, call_function
 
+# The loss is linear in its incoming scalar gradient, so forward can compute its own gradients up to that factor. Chunk
+# by chunk, logits are computed, become losses and then, in the same memory, their gradient, which is multiplied back
+# into dhidden and dweight. The chunk size balances two costs: logits memory, and adding a full [V, M] gradient per
+# chunk. Between the matmuls a chunk is processed in row blocks that fit a core's cache. Same idea as Liger Kernel's
+# FusedLinearCrossEntropy (arXiv 2410.10989).
 _CHUNK_ELEMENTS = 1 << 24
-"""Logits of a chunk: 64 MiB in float32. Below about 512 tokens, adding up the weight's gradient is what takes time."""
+"""Logits per chunk: 64 MiB in float32. Below about 512 tokens, accumulating the weight's gradient dominates."""
 _CHUNK_ELEMENTS_OF_GPU = 1 << 29
-"""The same on an accelerator: 1 GiB in bfloat16. A thousand tokens do not fill it, nor hide the sum over chunks."""
+"""The same on an accelerator: 1 GiB in bfloat16. A thousand tokens neither saturate it nor hide the accumulation."""
 _BLOCK_ELEMENTS = 1 << 18
-"""Elements of a block on a CPU, for each thread: 1 MiB in float32, the second-level cache of a server's core."""
+"""Elements per block and thread on a CPU: 1 MiB in float32, the L2 cache of a server core."""
 _BLOCK_ELEMENTS_OF_GPU = 1 << 27
-"""Elements of a block on an accelerator: 512 MiB in float32, of which a few copies live at a time."""
+"""Elements per block on an accelerator: 512 MiB in float32, with a few copies alive at a time."""
 TILE_ELEMENTS = 1 << 21
-"""Elements of the weight that are converted at a time where products have another dtype: 8 MiB in float32."""
+"""Weight elements converted at a time if matmuls use another dtype: 8 MiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """Options for forming logits, and for the terms of a token's loss besides its negative log-likelihood.
+    """Options for computing logits, and for loss terms beyond the negative log-likelihood.
 
-    Logits are softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap), or without a cap logit_scale ·
-    (hidden · weightᵀ + bias); a head may have no bias. A token's objective is (1 − label_smoothing) · nll +
-    label_smoothing · mean over the vocabulary of −log p + z_loss · (log Σ exp logits)², as
-    ``torch.nn.functional.cross_entropy`` smooths and PaLM (arXiv 2204.02311 §5) keeps the softmax normalised.
+    Logits are softcap · tanh(logit_scale · (hidden · weightᵀ + bias) / softcap), or without a cap logit_scale · (hidden
+    · weightᵀ + bias); the bias is optional. A token's objective is (1 − label_smoothing) · nll + label_smoothing · mean
+    over the vocabulary of −log p + z_loss · (log Σ exp logits)², with smoothing as in
+    ``torch.nn.functional.cross_entropy`` and the z-loss from PaLM (arXiv 2204.02311 §5).
     """
 
     logit_scale: float = 1.0
-    """Factor of the logits, before the cap."""
+    """Scale factor on the logits, before the cap."""
     softcap: float = 0.0
-    """Bound on the logits' size (Gemma 2, arXiv 2408.00118 §2); 0 for none."""
+    """Bound on the logits' magnitude (Gemma 2, arXiv 2408.00118 §2); 0 disables it."""
     z_loss: float = 0.0
-    """Weight of the squared log-sum-exp."""
+    """Weight for the squared log-sum-exp."""
     label_smoothing: float = 0.0
-    """Share of the target that is spread evenly over the vocabulary."""
+    """Share of the target spread evenly over the vocabulary."""
 
     def __post_init__(self) -> None:
         for name in ("softcap", "z_loss"):
@@ -83,14 +84,16 @@ def loss_sums(
     chunk_tokens: int | None = None,
     run: Run = call_function,
 ) -> tuple[Tensor, Tensor]:
-    """Return (Σ objective, Σ −log softmax(logits)[target]) over the targets that are not ignored.
+    """Return (Σ objective, Σ −log softmax(logits)[target]) over all targets that are not ignored.
 
-    Both are float32 scalars (float64 for float64 inputs). Logits are those of ``LossOptions``. The first sum has a
-    gradient; the second is the plain negative log-likelihood, to be reported, and has none. Targets are token ids or
-    ``IGNORED_TARGET``. Logits are formed for ``chunk_tokens`` tokens at a time; None takes a size at which they need
-    64 MiB, or a quarter of the memory of the weight's gradient; on an accelerator 8,192 tokens, or as many as have 2^29
-    logits. The weight's gradient is summed over chunks in float32. ``products`` says how a CPU multiplies bfloat16;
-    ``run`` calls the function that turns logits into losses if there is a gradient.
+    Both are float32 scalars (float64 for float64 inputs). ``LossOptions`` defines the logits. The first sum has a
+    gradient; the second, the plain negative log-likelihood, is for reporting and has none. Targets are token ids or
+    ``IGNORED_TARGET``.
+
+    ``chunk_tokens`` limits the tokens whose logits exist at a time. The default uses 64 MiB for logits, or a quarter of
+    the memory that the weight's gradient takes; on an accelerator 8,192 tokens, or as many as have 2^29 logits. The
+    weight's gradient is summed over chunks in float32. ``products`` selects how a CPU multiplies bfloat16; ``run``
+    calls the function that turns logits into losses if a gradient is needed.
     """
     if torch.is_grad_enabled() and (hidden_NM.requires_grad or weight_VM.requires_grad):
         return _LossSums.apply(hidden_NM, weight_VM, bias_V, targets_N, options, products, chunk_tokens, run)
@@ -109,9 +112,9 @@ def token_nll(
     products: Products = "native",
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Return −log softmax(logits)[target] of each token, [N] float32, no gradient; 0 if the target is ignored.
+    """Return each token's −log softmax(logits)[target], [N] float32, without gradient; 0 if the target is ignored.
 
-    Only the options that change the logits have an effect.
+    Only options that change the logits have an effect.
     """
     nll_N = hidden_NM.new_zeros(len(targets_N), dtype=accumulate_dtype(hidden_NM.dtype))
     for chunk, _, logits_nV in _chunks(hidden_NM, weight_VM, bias_V, products, chunk_tokens):
@@ -121,7 +124,7 @@ def token_nll(
 
 
 class _LossSums(torch.autograd.Function):
-    """Autograd function of ``loss_sums``: forward computes the gradients, backward multiplies them by their factor."""
+    """Autograd function for ``loss_sums``: forward computes the gradients, backward scales them."""
 
     @staticmethod
     def forward(
@@ -149,7 +152,7 @@ class _LossSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dobjective: Tensor, _: Tensor):  # type: ignore[override]
         dhidden, dweight, dbias = ctx.saved_tensors
-        # the loss is linear in dobjective: forward has computed the gradients of its sum, only a factor is missing
+        # linear in dobjective: forward has computed the sum's gradients, only this factor is missing
         if dhidden is not None:
             dhidden = (dhidden * dobjective).to(dhidden.dtype)
         if dweight is not None:
@@ -168,18 +171,18 @@ def scaled(total_VM: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class SumsAndGradients(NamedTuple):
-    """Sums and gradients of a head, computed together because the loss is linear in its incoming gradient."""
+    """Loss sums and gradients from one pass."""
 
     sums: Tensor
     """Σ objective and Σ negative log-likelihood, [2] in float64."""
     dhidden_NM: Tensor | None
-    """The objective's gradient, in the dtype of the hidden states."""
+    """Objective's gradient, in the hidden states' dtype."""
     dweight_VM: Tensor | None
-    """Likewise, a partial sum in ``accumulate_dtype``."""
+    """Objective's gradient, a partial sum in ``accumulate_dtype``."""
     dbias_V: Tensor | None
-    """Likewise; wanted where the weight's is."""
+    """Like ``dweight_VM``; computed if the weight's gradient is."""
     softmax_2N: Tensor | None = None
-    """If asked for, each token's largest logit, and the sum of the exponentials of all less that one."""
+    """On request, each token's largest logit, and the sum of all exponentials after subtracting it."""
 
 
 def sums_and_gradients(
@@ -197,13 +200,13 @@ def sums_and_gradients(
     *,
     with_softmax: bool = False,
 ) -> SumsAndGradients:
-    """Return ``loss_sums`` and, if ``wanted``, the objective's gradients, before the factor that backward brings.
+    """Compute ``loss_sums`` and, if ``wanted``, the objective's gradients, without backward's factor.
 
-    ``dweight_VM`` and ``dbias_V`` are the gradients of earlier tokens: they are added to, in place. ``with_softmax``
+    ``dweight_VM`` and ``dbias_V`` hold gradients from previous tokens and are accumulated in place. ``with_softmax``
     keeps the values that ``gradient_of_rows`` needs.
     """
     partial = accumulate_dtype(hidden_NM.dtype)
-    # float64: a million tokens' losses add up without rounding that depends on the chunks
+    # float64: otherwise rounding in a sum over a million tokens would depend on the chunking
     sums = hidden_NM.new_zeros(2, dtype=torch.float64)
     dhidden_NM: Tensor | None = None
     if wanted[0]:
@@ -225,8 +228,8 @@ def sums_and_gradients(
             dbias_V += dlogits_nV.sum(0, dtype=partial)
         if wanted[1]:
             dweight_VM, product_VM = _plus_gradient(dweight_VM, dlogits_nV, hidden_nM, product_VM)
-        del dlogits_nV  # may be a compiled function's own tensor: free it before the next chunk's is made
-    if wanted[1] and dweight_VM is None:  # no token is here
+        del dlogits_nV  # may be a compiled function's own tensor: free it before allocating the next chunk's
+    if wanted[1] and dweight_VM is None:  # no local tokens
         dweight_VM = torch.zeros_like(weight_VM, dtype=partial)
     return SumsAndGradients(sums, dhidden_NM, dweight_VM, dbias_V, softmax_2N)
 
@@ -242,16 +245,16 @@ def gradient_of_rows(
     products: Products,
     dweight_vM: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of ``weight_vM``, the ``rows`` v of the weight, as ``sums_and_gradients`` does.
+    """Return the gradient for ``weight_vM``, the weight's ``rows`` v, as ``sums_and_gradients`` would.
 
-    Their logits are computed a second time; ``softmax_2N`` is kept from the first. ``dweight_vM`` is the gradient of
-    earlier tokens: it is added to, in place.
+    Recompute their logits, with ``softmax_2N`` from the first pass. ``dweight_vM`` holds the gradient from previous
+    tokens and is accumulated in place.
     """
     product_vM: Tensor | None = None
     for chunk, hidden_nM, logits_nv in _chunks(hidden_NM, weight_vM, None, products, None):
         _gradient_of_logits_(logits_nv, targets_N[chunk], softmax_2N[:, chunk], rows.start, vocab_size, options)
         dweight_vM, product_vM = _plus_gradient(dweight_vM, logits_nv, hidden_nM, product_vM)
-    if dweight_vM is None:  # no token is here
+    if dweight_vM is None:  # no local tokens
         dweight_vM = torch.zeros_like(weight_vM, dtype=accumulate_dtype(hidden_NM.dtype))
     return dweight_vM
 
@@ -259,7 +262,9 @@ def gradient_of_rows(
 def _plus_gradient(
     total_VM: Tensor | None, dlogits_nV: Tensor, hidden_nM: Tensor, product_VM: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the weight's gradient with a chunk's added, and memory for the next chunk's product."""
+    """Add a chunk's contribution to the weight's gradient; return it with a reusable buffer for the next chunk's
+    matmul.
+    """
     partial = accumulate_dtype(dlogits_nV.dtype)
     if dlogits_nV.dtype == partial:
         return _plus_product(total_VM, dlogits_nV.T, hidden_nM), None
@@ -273,24 +278,22 @@ def _plus_gradient(
 
 
 def as_scalars(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return both sums as scalars in the accumulation dtype of hidden states of ``dtype``."""
+    """Return both sums as scalars in the accumulation dtype for ``dtype`` hidden states."""
     objective, nll = sums.to(accumulate_dtype(dtype)).unbind()
-    # views of one tensor may not be an autograd function's two outputs
+    # an autograd function's two outputs must not be views of one tensor
     return objective.clone(), nll.clone()
 
 
 def _chunks(
     hidden_NM: Tensor, weight_VM: Tensor, bias_V: Tensor | None, products: Products, chunk_tokens: int | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield each chunk's tokens, hidden states, and logits before scale and cap, the last two in the products' dtype.
-
-    All chunks' logits use the same memory in turn: otherwise each chunk's would be allocated from the system again.
-    """
+    """Yield each chunk's token range, hidden states, and logits before scale and cap, in the matmul dtype."""
     V, M = weight_VM.shape
     size = chunk_tokens or tokens_of_chunk(V, M, weight_VM.device.type)
     dtype = hidden_NM.dtype
     if multiplies_in_float32(hidden_NM, products):
         dtype = torch.float32
+    # All chunks reuse one logits buffer: separate buffers would be allocated from the system again for each chunk.
     memory = _memory(weight_VM, min(size, len(hidden_NM)), dtype)
     for chunk in row_tiles(len(hidden_NM), size):
         hidden_nM = hidden_NM[chunk].to(dtype)
@@ -312,8 +315,8 @@ def _times_weight(dlogits_nV: Tensor, weight_VM: Tensor) -> Tensor:
 
 
 def _weight_tiles(weight_VM: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the weight in the dtype of the products: at once if it has that dtype, else some rows at a time, because a
-    full converted copy would need twice the weight's own memory."""
+    """Yield the weight in the matmul dtype: all at once if it has that dtype, else in row tiles."""
+    # tiles, because a full converted copy would need twice the weight's own memory
     if weight_VM.dtype == dtype:
         yield slice(0, len(weight_VM)), weight_VM
         return
@@ -322,11 +325,9 @@ def _weight_tiles(weight_VM: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice
 
 
 def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Return uninitialised logits [tokens, V].
-
-    On a CPU, rows that fill an integer number of pages are padded: a column of them would fall into one set of the
-    cache, and products would take a quarter longer.
-    """
+    """Allocate uninitialized logits [tokens, V]."""
+    # On a CPU, pad rows that fill an integer number of pages: a column would otherwise map to a single cache set, and
+    # matmuls would take a quarter longer.
     vocab_size, padding = len(weight_VM), 0
     if on_cpu(weight_VM) and vocab_size * dtype.itemsize % 4096 == 0:
         padding = 64
@@ -334,10 +335,10 @@ def _memory(weight_VM: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 
 
 def tokens_of_chunk(vocab_size: int, width: int, device_type: str) -> int:
-    """Return the default number of tokens of a chunk, a multiple of 64.
+    """Return the default chunk size in tokens, a multiple of 64.
 
-    On a CPU they have 2^24 logits, or a quarter of the weight's number of elements if that is more; on an accelerator
-    2^29 logits, but at least 1,024 and at most 8,192 tokens.
+    On a CPU it has 2^24 logits, or a quarter as many elements as the weight if that is more; on an accelerator 2^29
+    logits, but at least 1,024 and at most 8,192 tokens.
     """
     if device_type == "cpu":
         return max(_CHUNK_ELEMENTS // vocab_size, width // 4, 64) // 64 * 64
@@ -345,22 +346,22 @@ def tokens_of_chunk(vocab_size: int, width: int, device_type: str) -> int:
 
 
 def _rows_of_block(whole: Tensor) -> int:
-    """Return the rows to process at a time: few enough for a CPU's cache, or for an accelerator's memory."""
+    """Return the rows per block, limited by a CPU's cache or an accelerator's memory."""
     if not on_cpu(whole):
         return max(1, _BLOCK_ELEMENTS_OF_GPU // whole.shape[1])
     return max(1, _BLOCK_ELEMENTS * torch.get_num_threads() // whole.shape[1])
 
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return the total with a · b added, in the same memory if there is a total."""
+    """Return total + a · b, accumulated in place if there is a total."""
     return a @ b if total is None else total.addmm_(a, b)
 
 
 def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the total with a part of another dtype added in place, or without a total the part in ``dtype``."""
+    """Add a part with another dtype to the total in place; without a total, return the part in ``dtype``."""
     if total is None:
         return part.to(dtype)
-    # PyTorch converts a full operand before it adds: the converted copy of a block stays in the cache
+    # PyTorch converts a full operand before adding; block by block, the converted copy stays in the cache
     for block in row_tiles(len(total), _rows_of_block(total)):
         total[block] += part[block]
     return total
@@ -369,16 +370,16 @@ def _plus(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
 def losses_(
     logits_nV: Tensor, targets_n: Tensor, options: LossOptions, *, with_gradient: bool, run: Run = call_function
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's objective and negative log-likelihood, and the gradient of the objectives' sum.
+    """Return each token's losses, and the gradient for the objectives' sum.
 
-    The losses are [4, n] in the accumulation dtype, the last two rows ``SumsAndGradients.softmax_2N``; the gradient is
-    [n, V] in the logits' dtype, and undefined without ``with_gradient``. Overwrites the logits; the gradient may share
-    their memory.
+    Losses are [4, n] in the accumulation dtype: objective, negative log-likelihood, and the two rows for
+    ``SumsAndGradients.softmax_2N``. The gradient is [n, V] in the logits' dtype, undefined without ``with_gradient``.
+    Overwrites the logits; the gradient may share their memory.
     """
-    # On a CPU the blocks below stay in its cache, and no compiled loop over a vocabulary is as fast.
+    # On a CPU the blocks below stay in cache, which beats any compiled loop over a vocabulary.
     if run is not call_function and not on_cpu(logits_nV):
         return run(whole_losses, logits_nV, targets_n, options, with_gradient, tokens_dim=0)
-    # a vocabulary of exponentials is summed in float32, whatever the dtype of the products
+    # exponentials over the vocabulary are summed in float32 for any matmul dtype
     partial = accumulate_dtype(logits_nV.dtype)
     losses_4n = logits_nV.new_empty(4, len(logits_nV), dtype=partial)
     for block in row_tiles(len(logits_nV), _rows_of_block(logits_nV)):
@@ -393,7 +394,7 @@ def losses_(
 def _gradient_of_logits_(
     logits_nv: Tensor, targets_n: Tensor, softmax_2n: Tensor, first: int, vocab_size: int, options: LossOptions
 ) -> None:
-    """Replace the logits of the vocabulary from ``first`` on by their gradient."""
+    """Replace the logits for the vocabulary shard starting at ``first`` by their gradient."""
     partial = accumulate_dtype(logits_nv.dtype)
     for block in row_tiles(len(logits_nv), _rows_of_block(logits_nv)):
         block_rv = logits_nv[block].to(partial)
@@ -412,9 +413,9 @@ def _gradient_of_logits_(
 def whole_losses(
     logits_nV: Tensor, targets_n: Tensor, options: LossOptions, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of ``losses_`` without blocks and without writing to the logits.
+    """Compute ``losses_`` without blocks and without writing to the logits.
 
-    It is for a compiler, whose fusion replaces the blocks. Without ``with_gradient`` the second result is empty.
+    For use under a compiler, which fuses instead. Without ``with_gradient`` the second result is empty.
     """
     wide_nV = logits_nV.to(accumulate_dtype(logits_nV.dtype), copy=True)
     losses = torch.stack(_block_losses_(wide_nV, targets_n, options, with_gradient))
@@ -426,11 +427,9 @@ def whole_losses(
 def _block_losses_(
     logits_rV: Tensor, targets_r: Tensor, options: LossOptions, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the losses of one block, its largest logits and masses, and, in place, its gradient.
-
-    With p the softmax and f the slope of scale and cap, a logit's gradient is
-    f · ((1 + 2 · z_loss · lse) · p − label_smoothing / V − (1 − label_smoothing) · [it is the target's]).
-    """
+    """Compute one block's losses, largest logits and exponential sums, and, in place, its gradient."""
+    # With p the softmax and f the derivative of scale and cap, a logit's gradient is f · ((1 + 2 · z_loss · lse) · p −
+    # label_smoothing / V − (1 − label_smoothing) · [it is the target's]).
     smoothing, z_loss = options.label_smoothing, options.z_loss
     counted_r1 = (targets_r != IGNORED_TARGET).unsqueeze(1)
     chosen_r1 = targets_r.unsqueeze(1).where(counted_r1, 0)
@@ -452,7 +451,7 @@ def _block_losses_(
     if z_loss:
         objective_r1 += z_loss * lse_r1.square()
 
-    # the exponentials become the gradient in place
+    # reuse the exponentials' memory for the gradient
     if with_gradient:
         _gradient_of_exponentials_(
             exp_rV, (peak_r1, mass_r1), counted_r1, (chosen_r1, counted_r1), slope_rV, options, exp_rV.shape[1]
@@ -471,9 +470,10 @@ def _gradient_of_exponentials_(
     options: LossOptions,
     vocab_size: int,
 ) -> None:
-    """Replace exponentials of some logits of a block by their gradient.
+    """Replace exponentials for some of a block's logits by their gradient.
 
-    ``softmax`` are the largest logits and the masses, ``target`` the targets' columns and a mask of those within range.
+    ``softmax`` holds the largest logits and the exponential sums, ``target`` the target columns and a mask for those in
+    range.
     """
     smoothing, (peak_r1, mass_r1), (chosen_r1, is_here_r1) = options.label_smoothing, softmax, target
     weight_r1 = counted_r1.to(exp_rV.dtype) * options.logit_scale
@@ -487,7 +487,7 @@ def _gradient_of_exponentials_(
 
 
 def _scale_and_cap_(logits_rV: Tensor, options: LossOptions, with_gradient: bool) -> Tensor | None:
-    """Apply both in place; return the derivative of cap · tanh(x / cap) if there is a cap and it is needed."""
+    """Apply scale and cap in place; return the derivative of cap · tanh(x / cap) if a cap is set and it is needed."""
     if not options.softcap:
         if options.logit_scale != 1:
             logits_rV.mul_(options.logit_scale)
@@ -495,6 +495,6 @@ def _scale_and_cap_(logits_rV: Tensor, options: LossOptions, with_gradient: bool
     tanh_rV = logits_rV.mul_(options.logit_scale / options.softcap).tanh_()
     slope_rV: Tensor | None = None
     if with_gradient:
-        slope_rV = tanh_rV.square().neg_().add_(1)  # before the factor below overwrites the tanh
+        slope_rV = tanh_rV.square().neg_().add_(1)  # before the multiplication below overwrites the tanh
     tanh_rV.mul_(options.softcap)
     return slope_rV

@@ -1,4 +1,4 @@
-"""``on_cpu``: the only check by which kernels distinguish a CPU from an accelerator."""
+"""``on_cpu``: the only check that distinguishes a CPU from an accelerator in kernels."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Return whether ``x`` is in a CPU's memory.
+    """Return whether ``x`` is in CPU memory.
 
-    Code for a CPU checks this; all other code serves accelerators. Tests return False for tensors on the CPU, so that
-    the branches of an accelerator run there (tests/as_on_a_gpu.py).
+    CPU-specific code checks this; all other code serves accelerators. Tests patch it to return False for CPU tensors,
+    to run accelerator branches there (tests/as_on_a_gpu.py).
     """
     return x.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves outside its graphs."""
+"""Decorator that keeps a function outside torch.compile graphs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ T = TypeVar("T")
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that torch.compile must leave as it is: each call of it is a graph break.
-
-    Unlike ``torch.compiler.disable``, it does not import the tracer at decoration, which takes a second of every start.
-    """
-    left_out = torch._disable_dynamo(function)  # imports it when it is called
+    """Decorate a function that torch.compile must not trace: each call is a graph break."""
+    # ``torch.compiler.disable`` would import the tracer at decoration, which adds a second to every start
+    left_out = torch._disable_dynamo(function)  # imports the tracer on first call
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,9 +1,9 @@
-"""Products of assignments, sorted by expert, with their experts' weights: one call for all experts.
+"""Grouped matmul: assignments, sorted by expert, times their experts' weights, in one call for all experts.
 
 An assignment is a token and one of its experts.
 
-Axes: N tokens, k experts a token, R assignments in the order of their experts, E experts, I and O the input and output
-width of one product; n blocks, b rows of a block.
+Axes: N tokens, k experts per token, R assignments sorted by expert, E experts, I and O a matmul's input and output
+width; n blocks, b rows of a block.
 """
 
 from __future__ import annotations
@@ -19,29 +19,27 @@ from longctx.kernels.matmul import multiplies_in_float32
 from longctx.kernels.processor import Products
 
 _WORD_BYTES = 16
-"""CUDA's grouped product reads words of so many bytes."""
+"""CUDA's grouped matmul reads words this long."""
 _ROWS = 256
-"""Rows of a block: copying a weight takes less time than multiplying as many rows by it."""
+"""Rows per block: copying a weight takes less time than multiplying this many rows by it."""
 _COPIED_VALUES = 1 << 26
-"""Values of weights that are copied at a time: 256 MB of float32."""
+"""Weight values copied at a time: 256 MB in float32."""
 
 
 def sort_by_expert(experts_Nk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order of assignments by expert, as an index into the flattened [N, k].
+    """Return the permutation that sorts assignments by expert, as an index into the flattened [N, k].
 
-    Its inverse and each expert's end (int32) follow.
-
-    Assignments without an expert (−1) come last, after every expert's end.
+    Also return its inverse and each expert's end (int32). Assignments without an expert (−1) come last, after all ends.
     """
     chosen_R = experts_Nk.flatten()
     expert_R = chosen_R.where(chosen_R >= 0, num_experts)
-    # stable: an expert's tokens keep their order, and sums over them are the same in every run
+    # stable: each expert's tokens keep their order, which makes sums over them reproducible
     order_R = expert_R.argsort(stable=True)
     inverse_R = torch.empty_like(order_R)
     inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-    # not bincount, which waits for the device to learn the largest id
+    # bincount would wait for the device to learn the largest id
     counts = order_R.new_zeros(num_experts + 1).scatter_add_(0, expert_R.long(), torch.ones_like(order_R))
-    return order_R, inverse_R, counts[:num_experts].cumsum(0, dtype=torch.int32)  # grouped_mm takes int32 only
+    return order_R, inverse_R, counts[:num_experts].cumsum(0, dtype=torch.int32)  # grouped_mm only takes int32
 
 
 def grouped_rows(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, *, products: Products) -> Tensor:
@@ -64,7 +62,7 @@ def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Prod
     """Return each expert's weight gradient, [E, O, I]; exact zeros for an expert without assignments."""
     if takes_grouped_mm(dy_RO, x_RI, products=products):
         grad_EOI = nn.functional.grouped_mm(aligned(dy_RO).T, aligned(x_RI), offs=ends_E)
-        if not on_cpu(grad_EOI):  # CUDA kernels have left groups without assignments unwritten
+        if not on_cpu(grad_EOI):  # CUDA kernels leave groups without assignments unwritten
             empty_E = ends_E == torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
             grad_EOI.masked_fill_(empty_E[:, None, None], 0)
         return grad_EOI
@@ -78,17 +76,17 @@ def grouped_outer(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, products: Prod
 
 
 def sum_by_expert(rows_RO: Tensor, ends_E: Tensor) -> Tensor:
-    """Sum each expert's assignments in float32, [E, O], in fixed order on every device."""
+    """Sum each expert's assignments in float32, [E, O], in a fixed order on every device."""
     offsets = torch.cat((ends_E.new_zeros(1), ends_E)).long()
     wide = rows_RO.to(accumulate_dtype(rows_RO.dtype))
     return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, initial=0)
 
 
 def takes_grouped_mm(a: Tensor, b: Tensor, *, products: Products) -> bool:
-    """Return whether PyTorch's grouped product supports these dtypes and widths.
+    """Return whether PyTorch's grouped matmul supports these dtypes and widths.
 
-    Inner sizes must be a multiple of 16 bytes, and float64 is not supported. On CUDA float32 is not used either, since
-    PyTorch multiplies it expert by expert while the host waits.
+    Inner sizes must be a multiple of 16 bytes, and float64 is unsupported. float32 on CUDA also takes another path,
+    since PyTorch multiplies it expert by expert with host syncs.
     """
     if multiplies_in_float32(a, products):
         return False
@@ -103,25 +101,26 @@ def _has_grouped_mm(x: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x as CUDA's grouped product takes it: a copy if one of its matrices or rows is not aligned to 16 bytes.
+    """Return x as CUDA's grouped matmul requires it: copied if any matrix or row is not aligned to 16 bytes.
 
-    DeepSpeed lays parameters end to end in flat buffers, so one parameter with a size that is not a multiple of 8
-    shifts all experts that come after it. CPUs take any address.
+    CPUs take any address.
     """
+    # DeepSpeed packs parameters end to end in flat buffers, so a parameter size that is not a multiple of 8 misaligns
+    # all experts after it.
     if on_cpu(x) or is_aligned(x):
         return x
-    # experts' matrices keep their order in memory, so the copy reads and writes rows that are neighbours
+    # clone keeps the matrices' memory order, so it reads and writes adjacent rows
     return x.clone()
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Return whether x and its rows and matrices are aligned to 16 bytes, and its rows or columns are contiguous."""
-    # offsets, not addresses: storages begin on such words on every device, and a fake tensor has no address
+    """Return whether x, its rows and its matrices are aligned to 16 bytes, and its rows or columns are contiguous."""
+    # offsets, not addresses: storages are aligned on every device, and a fake tensor has no address
     steps = [x.storage_offset(), *x.stride()]
     inner = -1
     if x.stride(-1) != 1:
         inner = -2
-    # values of a row (of a column, if x is transposed) are neighbours, and no two rows overlap
+    # values within a row (a column, if x is transposed) are adjacent, and no two rows overlap
     if steps.pop(inner) != 1 or x.stride(-3 - inner) < x.shape[inner]:
         return False
     return all(step * x.element_size() % _WORD_BYTES == 0 for step in steps)
@@ -134,19 +133,19 @@ def _product(a: Tensor, b: Tensor, products: Products) -> Tensor:
     return a @ b
 
 
-# --- On an accelerator, if PyTorch's own would wait: by blocks of rows, without reading a size on the host ------------
+# --- Accelerators with a syncing grouped_mm: row blocks, without reading a size on the host ---------------------------
 #
-# ``grouped_mm`` of float32 on CUDA (PyTorch 2.11) loops over experts on the host, which waits for their ends. Here each
-# expert's rows are cut into blocks, the last of which is not full. Only the device knows the number of an expert's
-# blocks, but R rows of E experts never have more than R / block + E. So that many are multiplied, each with a copy of
-# its expert's weight, a few at a time; blocks of no expert multiply zeros.
+# ``grouped_mm`` in float32 on CUDA (PyTorch 2.11) loops over experts on the host and waits for their ends. Instead,
+# each expert's rows are cut into blocks; the last one may be partial. Only the device knows how many blocks an expert
+# has, but R rows and E experts never need more than R / block + E. So that many are multiplied, a few at a time, each
+# with a copy of its expert's weight; surplus blocks multiply zeros.
 
 
 def rows_by_blocks(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the assignments [R, I] times their expert's weight, [R, O]; all of them have an expert."""
+    """Return the assignments [R, I] times their expert's weight, [R, O]; each must have an expert."""
     R, (_, inner, outer) = len(x_RI), weight_EIO.shape
     x_RI = _with_zeros(x_RI)
-    # One row more, for the results of the rows that pad blocks, all of them 0.
+    # One extra row collects the results of block padding rows, all 0.
     out_RO = x_RI.new_zeros(R + 1, outer)
     for rows_nb, expert_n in _blocks(ends_E, R, inner * outer):
         out_RO[rows_nb] = x_RI[rows_nb] @ weight_EIO[expert_n]
@@ -154,7 +153,7 @@ def rows_by_blocks(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def outer_by_blocks(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
-    """Return each expert's weight gradient, [E, O, I], summed over its blocks in fixed order."""
+    """Return each expert's weight gradient, [E, O, I], summed over its blocks in a fixed order."""
     R, E, outer, inner = len(x_RI), len(ends_E), dy_RO.shape[1], x_RI.shape[1]
     dy_RO, x_RI = _with_zeros(dy_RO), _with_zeros(x_RI)
     wide = accumulate_dtype(x_RI.dtype)
@@ -162,20 +161,20 @@ def outer_by_blocks(dy_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
     experts_E = torch.arange(E, device=ends_E.device)
     for rows_nb, expert_n in _blocks(ends_E, R, inner * outer):
         parts_nOI = dy_RO[rows_nb].mT @ x_RI[rows_nb]
-        # A product with zeros and ones adds in one order on every device; index_add does not.
+        # a matmul with zeros and ones adds in one order on every device; index_add does not
         belongs_En = (expert_n == experts_E[:, None]).to(wide)
         total_EOI.addmm_(belongs_En, parts_nOI.flatten(1).to(wide))
     return total_EOI.view(E, outer, inner).to(x_RI.dtype)
 
 
 def _blocks(ends_E: Tensor, num_rows: int, values_of_weight: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rows [n, b] and the experts [n] of some blocks at a time; ``num_rows`` stands for no row."""
+    """Yield row indices [n, b] and experts [n] for a few blocks at a time; ``num_rows`` marks padding."""
     ends_E = ends_E.long()
     starts_E = torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
     blocks_E = (ends_E - starts_E + _ROWS - 1) // _ROWS
     last_E = blocks_E.cumsum(0)
     block_N = torch.arange(num_rows // _ROWS + len(ends_E), device=ends_E.device)
-    # Blocks behind all experts' are the last expert's: they begin behind its rows.
+    # Surplus blocks get the last expert, past its last row, so all their rows are padding.
     expert_N = torch.searchsorted(last_E, block_N, right=True).clamp(max=len(ends_E) - 1)
     first_N = starts_E[expert_N] + (block_N - (last_E - blocks_E)[expert_N]) * _ROWS
     rows_Nb = first_N[:, None] + torch.arange(_ROWS, device=ends_E.device)
@@ -185,5 +184,5 @@ def _blocks(ends_E: Tensor, num_rows: int, values_of_weight: int) -> Iterator[tu
 
 
 def _with_zeros(x_RI: Tensor) -> Tensor:
-    """Append a row of zeros to x."""
+    """Append a zero row to x."""
     return torch.cat((x_RI, x_RI.new_zeros(1, x_RI.shape[1])))

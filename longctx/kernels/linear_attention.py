@@ -1,14 +1,10 @@
-"""Linear attention on one device: one small matrix, the state, holds all that a query needs of its keys.
+"""Linear attention on one device: a small matrix, the state, summarizes all keys that a query needs.
 
 With the feature map φ(x) = elu(x) + 1 (arXiv 2006.16236), out_i = φ(q_i)·S_i / φ(q_i)·z_i, where S_i = Σ φ(k_j)ᵀ v_j
-and z_i = Σ φ(k_j) over the keys j of i's document up to i (all of them if not causal). A column of ones appended to
-the values makes z the last column of S, so there is one sum to keep.
+and z_i = Σ φ(k_j) over the keys j in i's document up to i (all keys if not causal).
 
-Rows are cut into chunks of neighbours. Inside a chunk rows meet rows under a mask, as in softmax attention; earlier
-rows enter a chunk as a state. Whatever the number of documents, a pass is a few batched products.
-
-Axes: B batch, t rows, H query heads, K key/value heads, G = H/K, D query/key head size, V value head size, W = V + 1,
-N chunks, C rows of a chunk, s states; X, Y, R, S stand for whichever of these a product is over.
+Axes: B batch, t rows, H query heads, K key/value heads, G = H/K, D query/key head size, V value head size, W = V + 1, N
+chunks, C rows of a chunk, s states; X, Y, R, S stand for any of these in a generic contraction.
 """
 
 from __future__ import annotations
@@ -26,41 +22,45 @@ from longctx.batch import PackedDocuments
 from longctx.errors import ConfigError
 from longctx.kernels.dtypes import accumulate_dtype
 
+# A column of ones appended to the values makes z the last column of S, so only one sum is kept. Rows are cut into
+# chunks: within a chunk rows attend under a mask, as in softmax attention; preceding rows enter a chunk as a state. For
+# any number of documents, a pass is a few batched matmuls.
 CHUNK = 64
-"""Rows of a chunk: the work inside chunks grows with it, the work and memory of the states between them shrink."""
+"""Rows per chunk: a larger chunk means more work within chunks, but less work and memory for the states between them.
+"""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows of one device, cut into segments: neighbours of one document."""
+    """One device's rows, cut into segments: contiguous rows from one document."""
 
     documents: PackedDocuments
-    """The segments as documents packed into these rows; a list or a tensor of their boundaries becomes one."""
+    """Segments as documents packed into these rows; boundaries as a list or tensor are converted."""
     takes: tuple[int, ...] = ()
-    """Segments whose document has keys elsewhere that they see: a state enters each of them."""
+    """Segments that also see their document's keys on other devices: each receives an incoming state."""
     gives: tuple[int, ...] = ()
-    """Segments whose own state is asked for."""
+    """Segments that return their own state."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "documents", PackedDocuments.of(self.documents))
 
     def rows(self, segment: int) -> slice:
-        """Return the rows of a segment."""
+        """Return a segment's row range."""
         return slice(self.documents.bounds[segment], self.documents.bounds[segment + 1])
 
 
 class StateExchange(Protocol):
-    """Exchange of states between the segments of a document on several devices.
+    """Exchange of states between one document's segments on several devices.
 
-    Both methods start at once; the function that they return waits for the result.
+    Both methods start immediately; the function they return waits for the result.
     """
 
     def carry(self, given_sBKDW: Tensor) -> Callable[[], Tensor]:
-        """Map the states that segments give to the states that enter those that take."""
+        """Map the provided states to the incoming states for segments that take one."""
         ...
 
     def carry_back(self, dtaken_sBKDW: Tensor) -> Callable[[], Tensor]:
-        """Apply the transposed map: gradients of the taken states to gradients of the given states."""
+        """Apply the transposed map: gradients at incoming states to gradients at provided states."""
         ...
 
 
@@ -75,12 +75,12 @@ def linear_attention(
     exchange: StateExchange | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Return output [B, t, H, V] in q's dtype and the state [s, B, K, D, V+1] of each segment in ``segments.gives``.
+    """Return output [B, t, H, V] in q's dtype and the state [s, B, K, D, V+1] for each segment in ``segments.gives``.
 
-    A query meets the keys of its own segment and, in a segment of ``segments.takes``, the state that enters it:
-    ``carried_sBKDW``, or the result of ``exchange`` for the given states. A given state counts its segment's own keys
-    only: add the state carried into the segment to get the state after it. Sums and states are float32 (float64 for
-    float64 inputs). The output is 0 if all weights of a query underflow to 0. Everything is differentiable. Raise
+    A query sees the keys in its own segment and, in a segment from ``segments.takes``, the incoming state:
+    ``carried_sBKDW``, or the result of ``exchange`` on the returned states. A returned state only covers its segment's
+    own keys: add the segment's incoming state to get the state after it. Sums and states are float32 (float64 for
+    float64 inputs). The output is 0 if all of a query's weights underflow to 0. Everything is differentiable. Raise
     ConfigError if sizes do not fit.
     """
     check_tensors(q_BtHD, k_BtKD, v_BtKV)
@@ -96,7 +96,7 @@ def linear_attention(
 
 
 def check_tensors(q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor) -> None:
-    """Raise ConfigError unless shapes and dtypes fit one another."""
+    """Raise ConfigError unless shapes and dtypes are consistent."""
     q, k, v = q_BtHD, k_BtKD, v_BtKV
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
@@ -117,10 +117,7 @@ def _check_segments(segments: Segments, rows: int, chunk: int) -> None:
 
 
 class _LinearAttention(torch.autograd.Function):
-    """Autograd function that keeps q, k, v, out and one denominator per row.
-
-    Features and scores are computed again in backward.
-    """
+    """Autograd function that saves q, k, v, out and one denominator per row, and recomputes the rest in backward."""
 
     @staticmethod
     def forward(
@@ -135,7 +132,7 @@ class _LinearAttention(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         f, g, u = _features(q, k, v)
-        # states first: they are on their way to other devices while this one computes its own rows
+        # states first: they travel to other devices while this one computes its own rows
         given, taken = _states(g, u, segments, segments.gives), carried
         arriving = None
         if exchange is not None:
@@ -147,7 +144,7 @@ class _LinearAttention(torch.autograd.Function):
         if taken is not None:
             taken = taken.to(sums.dtype)
             _add_product(sums, f, taken, segments, segments.takes)
-        # the column of ones has summed up the denominators; if all weights underflow, 0 / 1 and not 0 / 0
+        # The ones column has summed the denominators. If all weights underflow, use 0 / 1 instead of 0 / 0.
         weight = sums[..., -1:]
         weight = weight.masked_fill(weight == 0, 1.0)
         out = (sums[..., :-1] / weight).to(q.dtype).flatten(2, 3)
@@ -164,12 +161,12 @@ class _LinearAttention(torch.autograd.Function):
         dtaken: Tensor | None = None
         if taken is not None:
             dtaken = _states(f, dsums, segments, segments.takes)
-        # on their way back to the segments that gave the states, while this device computes its own rows
+        # start the transfer back, to overlap it with local computation
         arriving = None
         if exchange is not None:
             arriving = exchange.carry_back(dtaken)
-        # y = Σ (f·g) u: each factor's gradient is the same sum with the two others instead of it; a query sums over
-        # keys before it, so a key's gradient sums over queries after it
+        # y = Σ (f·g) u: each factor's gradient is the same sum with that factor replaced by the output gradient. A
+        # query sums over keys before it, so a key's gradient sums over queries after it.
         df = _scan(dsums, u, g, chunks, before=True, after=not causal)
         dg = _scan(u, dsums, f, chunks, before=not causal, after=True)
         du = _scan(g, f, dsums, chunks, before=not causal, after=True)
@@ -182,7 +179,7 @@ class _LinearAttention(torch.autograd.Function):
         dq, dk = df * f.clamp(max=1.0), dg * g.clamp(max=1.0)  # φ' is 1 above 0 and φ itself below
         dv = du[..., :-1]  # the column of ones has no gradient
         dq, dk, dv = (part.to(x.dtype).reshape(x.shape) for part, x in ((dq, q), (dk, k), (dv, v)))
-        # gradients of states that an exchange brought went back through it
+        # states from an exchange get their gradients through it
         if exchange is not None:
             dtaken = None
         return dq, dk, dv, dtaken, None, None, None, None
@@ -201,14 +198,14 @@ def _feature_map(x: Tensor) -> Tensor:
 
 
 def _sums_gradient(dout: Tensor, out: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of the unnormalised sums [B, t, K, G, W], whose quotient is the output."""
+    """Return the gradient at the unnormalized sums [B, t, K, G, W]."""
     dout, out = (x.to(weight.dtype).unflatten(2, weight.shape[2:4]) for x in (dout, out))
-    # of a quotient n / w: dn = dout / w and dw = −(dout · out) / w
+    # quotient rule for n / w: dn = dout / w and dw = −(dout · out) / w
     return torch.cat((dout, -(dout * out).sum(-1, keepdim=True)), -1).div_(weight)
 
 
 def _states(b_BtKGX: Tensor, c_BtKGY: Tensor, segments: Segments, which: tuple[int, ...]) -> Tensor:
-    """Return Σ bᵀc over the rows (and the group's heads) of each of these segments, [s, B, K, X, Y]."""
+    """Return Σ bᵀc over each of these segments' rows (and the group's heads), [s, B, K, X, Y]."""
     B, _, K, _, X = b_BtKGX.shape
     out = b_BtKGX.new_zeros(len(which), B, K, X, c_BtKGY.shape[-1])
     for state, segment in zip(out, which, strict=True):
@@ -220,7 +217,7 @@ def _states(b_BtKGX: Tensor, c_BtKGY: Tensor, segments: Segments, which: tuple[i
 def _add_product(
     y_BtKGY: Tensor, a_BtKGX: Tensor, state_sBKXY: Tensor, segments: Segments, which: tuple[int, ...]
 ) -> None:
-    """Add a·state to the rows of each of these segments, in place."""
+    """Add a·state to each of these segments' rows, in place."""
     for state_BKXY, segment in zip(state_sBKXY, which, strict=True):
         a = a_BtKGX[:, segments.rows(segment)].transpose(1, 2)
         product = a.flatten(2, 3) @ state_BKXY
@@ -229,34 +226,34 @@ def _add_product(
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """Masks of rows that meet in a chunk, and the flow of states between chunks, from before (0) and from after (1)."""
+    """Masks for row pairs in a chunk, and state flow between chunks, from before (0) and from after (1)."""
 
     size: int
     count: int
     same_NCC: Tensor
-    """Whether two rows of a chunk are of one segment; [1, C, C] when all are."""
+    """Whether two rows in a chunk share a segment; [1, C, C] if all do."""
     passes: tuple[list[bool], list[bool]]
-    """Whether the state of the neighbouring chunk goes through this one."""
+    """Whether the neighbouring chunk's state passes through this one."""
     leaving_NC: tuple[Tensor | None, Tensor | None]
-    """Rows that the state which leaves a chunk counts: those of its last (first) row's segment; None for all."""
+    """Rows included in the state that leaves a chunk: its last (first) row's segment; unset for all."""
     entering_NC: tuple[Tensor | None, Tensor | None]
-    """Rows that the state which enters a chunk concerns; None for all."""
+    """Rows affected by the state that enters a chunk; unset for all."""
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # training may find chunks that generation cached
+@torch.inference_mode(False)  # training may reuse chunks that generation cached
 def _chunks(segments: PackedDocuments, size: int, device: torch.device) -> _Chunks:
-    """Return the chunks of these segments; the last one is padded with rows of zeros."""
+    """Build the chunks for these segments; the last one is padded with zero rows."""
     t = segments.num_tokens
     count = max(1, -(-t // size))
     rows = torch.arange(count * size).clamp(max=max(t - 1, 0))
     segment_NC = torch.bucketize(rows, segments.cu_seqlens[1:], right=True).view(count, size)
     first, last = segment_NC[:, 0], segment_NC[:, -1]
-    # the segments of the rows just before and just after each chunk
+    # segments of the rows just before and just after each chunk
     before, after = last.roll(1), first.roll(-1)
     before[0], after[-1] = -1, -1
     passes = ((last == before).tolist(), (first == after).tolist())
-    # one segment: all rows meet, and masks would only cost
+    # one segment: all rows see each other, and masks would only add cost
     if first[0] == last[-1]:
         everything = torch.ones(1, size, size, dtype=torch.bool, device=device)
         return _Chunks(size, count, everything, passes, (None, None), (None, None))
@@ -270,14 +267,14 @@ def _chunks(segments: PackedDocuments, size: int, device: torch.device) -> _Chun
 
 
 def _scan(a_BtKGX: Tensor, b_BtKGX: Tensor, c_BtKGY: Tensor, chunks: _Chunks, *, before: bool, after: bool) -> Tensor:
-    """Return y_i = Σ (a_i·b_j) c_j over the rows j of i's segment, [B, t, K, G, Y].
+    """Return y_i = Σ (a_i·b_j) c_j over rows j in i's segment, [B, t, K, G, Y].
 
-    The rows are i itself and, if requested, those before it and those after it. The heads of a group are more rows of
-    one chunk, on either side. Forward and all gradients are this one sum.
+    The sum covers i itself and, if requested, rows before and after it.
     """
+    # Forward and all gradients are this one sum. A group's heads become extra rows in a chunk, on either side.
     groups, t = a_BtKGX.shape[3], a_BtKGX.shape[1]
     a, b, c = (_fold(x, chunks) for x in (a_BtKGX, b_BtKGX, c_BtKGY))
-    # inside a chunk: the square of scores, as in softmax attention
+    # within a chunk: the square score matrix, as in softmax attention
     scores = a @ b.mT
     mask_NCC = chunks.same_NCC
     if not (before and after):
@@ -288,7 +285,7 @@ def _scan(a_BtKGX: Tensor, b_BtKGX: Tensor, c_BtKGY: Tensor, chunks: _Chunks, *,
     scores.unflatten(4, (-1, chunks.size)).unflatten(3, (-1, chunks.size)).mul_(mask_NCC[:, None, None, :, None])
     y = scores @ c
     del scores  # the largest tensor here
-    # from other chunks: through the state that enters
+    # across chunks: through the incoming state
     for wanted, side in ((before, 0), (after, 1)):
         if wanted and chunks.count > 1:
             part = a @ _entering(b, c, chunks, side)
@@ -297,7 +294,7 @@ def _scan(a_BtKGX: Tensor, b_BtKGX: Tensor, c_BtKGY: Tensor, chunks: _Chunks, *,
 
 
 def _fold(x_BtKGX: Tensor, chunks: _Chunks) -> Tensor:
-    """Return the rows in chunks, [B, N, K, G·C, X]; missing rows are 0."""
+    """Cut the rows into chunks, [B, N, K, G·C, X]; missing rows are 0."""
     missing, x = chunks.size * chunks.count - x_BtKGX.shape[1], x_BtKGX
     if missing:
         x = functional.pad(x, (0, 0) * 3 + (0, missing))
@@ -305,23 +302,23 @@ def _fold(x_BtKGX: Tensor, chunks: _Chunks) -> Tensor:
 
 
 def _only(x_BNKRX: Tensor, rows_NC: Tensor | None) -> Tensor:
-    """Return the tensor with 0 in all other rows of a chunk."""
+    """Zero all other rows in a chunk."""
     if rows_NC is None:
         return x_BNKRX
     return (x_BNKRX.unflatten(3, (-1, rows_NC.shape[1])) * rows_NC[:, None, None, :, None]).flatten(3, 4)
 
 
 def _entering(b_BNKSX: Tensor, c_BNKSY: Tensor, chunks: _Chunks, side: int) -> Tensor:
-    """Return the state that enters each chunk, [B, N, K, X, Y], from rows before it (side 0) or after it (side 1)."""
+    """Return each chunk's incoming state, [B, N, K, X, Y], from rows before it (side 0) or after it (side 1)."""
     states = b_BNKSX.mT @ _only(c_BNKSY, chunks.leaving_NC[side])
     order, step, first = range(1, chunks.count), 1, 0
     if side == 1:
         order, step, first = range(chunks.count - 2, -1, -1), -1, chunks.count - 1
-    # the running sum of one segment; a chunk that begins another starts a new sum
+    # running sum within one segment; a chunk that starts another segment starts a new sum
     for n in order:
         if chunks.passes[side][n]:
             states[:, n] += states[:, n - step]
-    # the state that leaves a chunk enters the next one; none enters the first
+    # the state leaving a chunk enters the next one; the first chunk receives zeros
     entering = states.roll(step, 1)
     entering[:, first] = 0
     return entering

@@ -1,8 +1,8 @@
-"""Matrix products of a layer; those of bfloat16 are formed in float32 with ``products="float32"``.
+"""A layer's matmuls; with ``products="float32"`` bfloat16 is multiplied in float32.
 
-A CPU without bfloat16 instructions unpacks every bfloat16 operand again and again: PyTorch's product is then two to
-eight times slower than converting once, multiplying in float32 and rounding the result once, which is also more exact.
-Both ways run on every processor; ``processor.fastest_products`` says which one is faster on this one.
+A CPU without bfloat16 instructions unpacks each bfloat16 operand repeatedly: PyTorch's matmul then takes two to eight
+times as long as converting once, multiplying in float32 and rounding the result once, which is also more exact. Both
+modes run on every processor; ``processor.fastest_products`` returns the faster one here.
 
 Axes: N rows (any leading shape), n rows of one tile, I input width, O output width.
 """
@@ -21,11 +21,11 @@ from longctx.kernels.dtypes import accumulate_dtype
 from longctx.kernels.processor import Products, multiplies_rows_as_vectors
 
 _ROWS = 4096
-"""Most rows that are converted at once: what bounds the copies."""
+"""Maximum rows converted at once; bounds the copies."""
 
 
 def multiplies_in_float32(x: Tensor, products: Products) -> bool:
-    """Return whether products of ``x`` are formed in float32 and not in its own dtype."""
+    """Return whether matmuls with ``x`` run in float32 instead of its own dtype."""
     return products == "float32" and x.dtype == torch.bfloat16 and on_cpu(x)
 
 
@@ -41,29 +41,29 @@ def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, pro
 
 
 def linear_graph(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
-    """Record ``linear`` for its backward pass only: no product is computed, and every value is NaN.
+    """Record ``linear`` for its backward pass only, without computing it; all values are NaN.
 
-    It is for recomputation, if no backward reads the product.
+    For recomputation, if no backward reads the output.
     """
     return _Linear.apply(x_NI, weight_OI, bias_O, products, False)
 
 
 def no_values(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return NaN in the shape of x · weightᵀ, without memory, so that any use of it is noticed."""
+    """Return NaN in the shape of x · weightᵀ, without allocating it, so that any use is noticed."""
     return nan_of_shape(x_NI, x_NI.shape[:-1] + weight_OI.shape[:1])
 
 
 def nan_of_shape(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return NaN of a shape without memory, in the dtype and on the device of ``like``: for values never read."""
+    """Return an expanded NaN scalar in this shape, with ``like``'s dtype and device, for values that are never read."""
     return like.new_full((), torch.nan).expand(tuple(shape))
 
 
 def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, products: Products) -> Tensor:
-    """Compute ``linear`` without a gradient, for the forward pass of an ``autograd.Function``."""
+    """Compute ``linear`` without a gradient, for an ``autograd.Function``'s forward pass."""
     if x_NI.dtype == torch.float32:
         return nn.functional.linear(x_NI, weight_OI, bias_O)
     if is_one_row(x_NI) and is_vector_product(x_NI, products):
-        # Reads every weight once, without conversion, with sums in float32.
+        # reads every weight once, without conversion, and sums in float32
         if bias_O is None:
             out_O = torch.mv(weight_OI, x_NI.reshape(-1))
         else:
@@ -71,19 +71,19 @@ def multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, p
         return out_O.view(x_NI.shape[:-1] + out_O.shape)
     if not multiplies_in_float32(x_NI, products):
         return nn.functional.linear(x_NI, weight_OI, bias_O)
-    # a graph that held the tiles would serve one number of rows
+    # a graph that unrolled the tiles would only serve one row count
     if torch.compiler.is_compiling():
         return torch.ops.longctx.multiply.default(x_NI, weight_OI, bias_O)
     return _multiply(x_NI, weight_OI, bias_O)
 
 
 def _multiply(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Return x · weightᵀ + bias, formed in float32 and rounded once."""
+    """Return x · weightᵀ + bias, computed in float32 and rounded once."""
     rows_NI, weight_IO = x_NI.reshape(-1, x_NI.shape[-1]), weight_OI.float().T
     out_NO = rows_NI.new_empty(len(rows_NI), weight_OI.shape[0])
     for n in row_tiles(len(rows_NI), _ROWS):
         product = rows_NI[n].float() @ weight_IO
-        # in float32 still: the result is rounded once
+        # still in float32, so that the result is rounded once
         if bias_O is not None:
             product.add_(bias_O.float())
         out_NO[n] = product
@@ -96,19 +96,19 @@ def is_one_row(x_NI: Tensor) -> bool:
 
 
 def is_vector_product(x: Tensor, products: Products) -> bool:
-    """Return whether one row is multiplied by a matrix-vector product; the row of a matrix product is the other way."""
+    """Return whether a single row uses a matrix-vector product instead of a one-row matmul."""
     return x.dtype != torch.bfloat16 or products == "float32" or multiplies_rows_as_vectors()
 
 
 def multiply_backward(
     dy_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, *, needs_x: bool, needs_weight: bool, products: Products
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of ``multiply`` for x and the weight, each in its dtype; None if it is not needed."""
+    """Return ``multiply``'s gradients for x and the weight, each in its dtype, if needed."""
     if multiplies_in_float32(x_NI, products):
         backward = _multiply_backward
         if torch.compiler.is_compiling():
             backward = torch.ops.longctx.multiply_backward.default
-        # an operator returns tensors only: an empty one stands for none
+        # operators can only return tensors: an empty one stands for no gradient
         grads = zip(backward(dy_NO, x_NI, weight_OI, needs_x, needs_weight), (needs_x, needs_weight), strict=True)
         dx_NI, dweight_OI = (grad if is_needed else None for grad, is_needed in grads)
         return dx_NI, dweight_OI
@@ -124,14 +124,14 @@ def multiply_backward(
 def _multiply_backward(
     dy_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``multiply_backward`` with products in float32; return an empty tensor if a gradient is not needed."""
+    """Compute ``multiply_backward`` in float32; return an empty tensor for a gradient that is not needed."""
     rows_NI, dy_rows_NO = x_NI.reshape(-1, x_NI.shape[-1]), dy_NO.reshape(-1, dy_NO.shape[-1])
     dx_NI = dweight_OI = x_NI.new_empty(0)
     wide_weight_OI = weight_OI
     if needs_x:
         wide_weight_OI, dx_NI = weight_OI.float(), torch.empty_like(rows_NI)
     if needs_weight:
-        # summed over the tiles in float32 and rounded once
+        # accumulated over tiles in float32 and rounded once
         dweight_OI = rows_NI.new_zeros(weight_OI.shape, dtype=torch.float32)
     for n in row_tiles(len(rows_NI), _ROWS):
         dy_nO = dy_rows_NO[n].float()
@@ -145,17 +145,17 @@ def _multiply_backward(
 
 
 def sum_rows(dy_NO: Tensor) -> Tensor:
-    """Return the gradient of a bias."""
-    # as many terms as tokens: in bfloat16 a sum stops growing at 256 times its terms
+    """Return a bias gradient."""
+    # one term per token: in bfloat16 a sum stops growing at 256 times its terms
     return dy_NO.flatten(0, -2).sum(0, dtype=accumulate_dtype(dy_NO.dtype)).to(dy_NO.dtype)
 
 
 def add_wide_product_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
-    """Add a · b to a total of a wider dtype than the factors'.
+    """Add a · b to a total with a wider dtype than its factors.
 
-    On CUDA it is one product without rounding and without memory of its own; elsewhere the factors are converted. It is
-    an operator, because PyTorch 2.11 traces its own ``addmm`` without the dtype of its result.
+    On CUDA it is one matmul without rounding or temporary memory; other devices convert the factors.
     """
+    # an operator, because PyTorch 2.11 traces its own ``addmm`` without the result's dtype
     torch.ops.longctx.add_wide_product_.default(total_OI, a_ON, b_NI)
 
 
@@ -164,16 +164,14 @@ def _add_wide_product_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
 
 
 def add_wide_product_on_cuda_(total_OI: Tensor, a_ON: Tensor, b_NI: Tensor) -> None:
-    """Compute ``add_wide_product_`` by CUDA's product, the only one with a result of another dtype than its factors."""
+    """Compute ``add_wide_product_`` with CUDA's addmm, the only one that takes factors narrower than its result."""
     torch.addmm(total_OI, a_ON, b_NI, out_dtype=total_OI.dtype, out=total_OI)
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd function of ``linear``: by ``multiply``, or without values for its backward only.
+    """Autograd function for ``linear``: with ``multiply``, or without values for its backward only."""
 
-    It saves the parameter itself and not a copy: ZeRO-3 frees a gathered weight by emptying the parameter.
-    """
-
+    # Saves the parameter itself, not a copy: ZeRO-3 frees a gathered weight by emptying the parameter.
     @staticmethod
     def forward(
         ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, products: Products, has_values: bool
@@ -198,7 +196,7 @@ class _Linear(torch.autograd.Function):
 
 
 def row_tiles(rows: int, size: int) -> Iterator[slice]:
-    """Yield the rows in tiles of at most ``size``."""
+    """Split the rows into tiles with at most ``size`` rows."""
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 

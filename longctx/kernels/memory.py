@@ -1,4 +1,4 @@
-"""Memory of this process: its limit, page-locking, and returning freed pages to the system."""
+"""This process's memory: its limit, page-locking, and returning freed pages to the system."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FILES = {
     "memory.max": ("memory.current", "inactive_file"),
     "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
 }
-"""A control group's limit, what it uses, and of that the cached files, which the kernel gives up; versions 2 and 1."""
+"""Per cgroup limit file (versions 2 and 1): its usage file, and the ``memory.stat`` key for reclaimable page cache."""
 
 _PORTABLE = 1
-"""``cudaHostRegisterPortable``: locked for every device of the process."""
+"""``cudaHostRegisterPortable``: page-locked for all the process's devices."""
 
 
 _PLUGGED = ("bus/virtio/drivers/virtio_mem/virtio*", "bus/vmbus/drivers/hv_balloon/*-*")
-"""Devices by which a virtual machine gets more memory while it runs."""
+"""Devices that hot-plug memory into a virtual machine."""
 _WITHOUT_LIMIT = 1 << 60
 
 
@@ -35,10 +35,10 @@ def available_bytes(
     with_growth: bool = False,
     system: Path = Path("/sys"),
 ) -> int:
-    """Return the bytes that this process can still get: the machine's, or its control groups' if that is less.
+    """Return the bytes this process can still allocate: the machine's, or its control groups' if that is less.
 
-    In a container not all of the machine's memory is available: the kernel kills a process that exceeds the group's
-    limit. ``with_growth`` adds the memory that a virtual machine's host may still give it.
+    In a container not all the machine's memory is available: the kernel kills a process that exceeds the group's limit.
+    ``with_growth`` adds memory that a virtual machine's host may still provide.
     """
     free = psutil.virtual_memory().available
     if with_growth:
@@ -49,10 +49,10 @@ def available_bytes(
 
 
 def growth_bytes(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> int:
-    """Return the bytes by which this machine's memory may grow: those that a balloon holds.
+    """Return the bytes by which this machine's memory may grow: those a balloon holds.
 
-    It is a very large number if memory can be plugged in, and 0 on a machine that does not report growth, even if its
-    memory can grow.
+    If memory can be plugged in, return a very large number. Return 0 on a machine that does not report growth, even if
+    its memory can grow.
     """
     if any(next(system.glob(device), None) is not None for device in _PLUGGED):
         return _WITHOUT_LIMIT
@@ -60,18 +60,18 @@ def growth_bytes(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> int
         counts = dict(line.split() for line in (proc / "vmstat").read_text().splitlines())
     except (OSError, ValueError):
         return 0
-    # In pages: those that the host has taken, less those that it has given back.
+    # in pages: taken by the host, less those given back
     pages = int(counts.get("balloon_inflate", 0)) - int(counts.get("balloon_deflate", 0))
     return max(0, pages) * resource.getpagesize()
 
 
 def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
-    """Yield the folders of this process's groups and of their parents, in both versions of cgroups."""
+    """Yield the folders for this process's groups and their parents, in both cgroup versions."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
         lines = []
-    # A container sees its own group as the root, whatever its path is outside.
+    # a container sees its own group as the root, whatever its path is outside
     names = {line.split(":", 2)[2].strip("/") for line in lines if line.count(":") >= 2}
     for name in sorted(names | {""}):
         inner = Path(name)
@@ -81,7 +81,7 @@ def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
 
 
 def _left_in_group(folder: Path, otherwise: int) -> int:
-    """Return the bytes that a group may still take; ``otherwise`` if it has no limit."""
+    """Return the bytes a group may still allocate; ``otherwise`` if it has no limit."""
     for limit_file, (used_file, cached) in _FILES.items():
         try:
             limit = (folder / limit_file).read_text().strip()
@@ -89,20 +89,20 @@ def _left_in_group(folder: Path, otherwise: int) -> int:
             stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
-        # "max" stands for no limit.
+        # "max" means no limit
         if limit.isdigit():
             return max(0, int(limit) - used + int(stats.get(cached, 0)))
     return otherwise
 
 
 def lock_pages(x: Tensor, device: torch.device) -> Callable[[], None]:
-    """Page-lock a CPU tensor's memory, so that a GPU copies to and from it at full speed during its computation.
+    """Page-lock a CPU tensor's memory, so that a GPU copies to and from it at full speed during computation.
 
-    Return a function that unlocks it, to be called before the memory is freed. No more than the tensor's memory is
-    locked: PyTorch rounds its own page-locked memory up to a power of two. Raise RuntimeError if the system allows no
-    more of it.
+    Return a function that unlocks it; call that before freeing the memory. Raise RuntimeError if the system allows no
+    more page-locked memory.
     """
-    # In a new thread the current device would be the first one, which other ranks compute on.
+    # A new thread starts on device 0, which another rank computes on. Only the tensor's own memory is locked: PyTorch's
+    # pinned allocator would round up to a power of two.
     with torch.cuda.device(device):
         cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(x.data_ptr(), x.nbytes, _PORTABLE))
@@ -110,11 +110,9 @@ def lock_pages(x: Tensor, device: torch.device) -> Callable[[], None]:
 
 
 def trim_heap() -> None:
-    """Return pages that hold only freed memory to the system, if the C library supports it (glibc).
-
-    The library keeps such pages between memory in use, a little more after each large piece of work. The call takes
-    milliseconds, more if much was freed: such pages are fetched again once they are needed.
-    """
+    """Return freed heap pages to the system, if the C library supports it (glibc)."""
+    # The library keeps such pages between memory in use, a little more after each large piece of work. The call takes
+    # milliseconds, longer if much was freed: pages needed again are faulted in again.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

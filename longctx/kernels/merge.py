@@ -1,6 +1,6 @@
-"""Merging softmax results over different keys: eager, and on CUDA in one kernel if Triton is installed.
+"""Merge softmax results over different keys: eager, and on CUDA in one kernel if Triton is installed.
 
-Axes: V value head size; leading axes are any.
+Axes: V value head size; any leading axes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Fold a softmax result over other keys into ``out`` [..., V] and ``lse`` [...], in place.
+    """Merge a softmax result over other keys into ``out`` [..., V] and ``lse`` [...], in place.
 
-    The log-sum-exps are float64; a row without a key in one of the two takes the other's.
+    Log-sum-exps are float64; a row without a key in one result takes the other's.
     """
     if out.is_cuda and has_triton() and is_one_stretch(out, lse, block_out, block_lse):
         torch.ops.longctx.merge_.default(out, lse, block_out, block_lse)
@@ -24,10 +24,10 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 
 def merge_eager_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Compute ``merge_`` by PyTorch's own operators: five passes over the outputs, while one kernel takes three."""
+    """Compute ``merge_`` with PyTorch operators: five passes over the outputs instead of the kernel's three."""
     total = torch.logaddexp(lse, block_lse)
-    # Each result is normalised over its own keys; over all keys it counts exp(its lse − total), which is at most 1.
-    # A row without any key would have −inf − (−inf): its results count exp(−inf) instead. A NaN stays one, and is seen.
+    # Each result is normalized over its own keys; over all keys its weight is exp(its lse − total), at most 1. A row
+    # without any key would give −inf − (−inf): subtracting 0 instead yields weight exp(−inf). NaNs still propagate.
     origin = total.masked_fill(total == -torch.inf, 0.0)
     old_weight = torch.exp(lse - origin).to(out.dtype).unsqueeze(-1)
     new_weight = torch.exp(block_lse - origin).to(out.dtype).unsqueeze(-1)
@@ -37,7 +37,7 @@ def merge_eager_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor)
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed, as it is with PyTorch's builds for CUDA."""
+    """Return whether Triton is installed, as it is with PyTorch's CUDA builds."""
     return find_spec("triton") is not None
 
 
@@ -47,12 +47,12 @@ def is_one_stretch(*tensors: Tensor) -> bool:
 
 
 def _merge_by_kernel(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    from longctx.kernels.merge_triton import launch_merge  # Triton takes a second to import, and CPUs lack it
+    from longctx.kernels.merge_triton import launch_merge  # Triton takes a second to import, and CPU builds lack it
 
     launch_merge(out, lse, block_out, block_lse)
 
 
-# An operator, so that traces and fake tensors need not look into a kernel.
+# an operator, so that tracing and fake tensors stay outside the kernel
 _library = torch.library.Library("longctx", "FRAGMENT")
 _library.define("merge_(Tensor(a!) out, Tensor(b!) lse, Tensor block_out, Tensor block_lse) -> ()")
 _library.impl("merge_", merge_eager_, "CompositeExplicitAutograd")

@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
 # PyTorch builds for CPUs come without Triton, and a kernel is launched by an index that has no type.
-"""The Triton kernel of ``merge_``: reads both results once and writes one.
+"""Triton kernel for ``merge_``: reads both results once and writes one.
 
 Axes: R rows (tokens × heads), V value head size.
 """
@@ -13,18 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 _VALUES = 4096
-"""Values that a program folds: 16 KB of each output."""
+"""Values per program: 16 KB from each output."""
 
 
 @triton.jit
 def merge_kernel(out, lse, block_out, block_lse, rows, V: tl.constexpr, V_PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Fold ROWS rows of ``block_out`` [R, V] and ``block_lse`` [R] into ``out`` and ``lse``."""
-    # 64 bits: a million tokens of 32 heads have more values than 32 bits count
+    """Merge ROWS rows from ``block_out`` [R, V] and ``block_lse`` [R] into ``out`` and ``lse``."""
+    # 64 bits: a million tokens with 32 heads exceed 32-bit offsets
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
     old = tl.load(lse + row, mask=is_row, other=float("-inf"))
     new = tl.load(block_lse + row, mask=is_row, other=float("-inf"))
-    # the larger of the two is taken out, so that no exponential exceeds 1; without any key it is −inf
+    # subtract the larger one, so that no exponential exceeds 1; without any key it is −inf
     peak = tl.maximum(old, new)
     origin = tl.where(peak == float("-inf"), 0.0, peak)
     old_mass, new_mass = tl.exp(old - origin), tl.exp(new - origin)
@@ -44,7 +44,7 @@ def merge_kernel(out, lse, block_out, block_lse, rows, V: tl.constexpr, V_PADDED
 
 
 def launch_merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Run the kernel on contiguous tensors [..., V] and [...]; ``lse`` and ``block_lse`` may differ in dtype."""
+    """Run the kernel on contiguous tensors [..., V] and [...]; ``lse`` and ``block_lse`` may have different dtypes."""
     rows, V = lse.numel(), out.shape[-1]
     if rows == 0:
         return
@@ -55,6 +55,6 @@ def launch_merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor)
 
 
 def constants_for(value_dim: int) -> dict[str, int]:
-    """Return the constants that the kernel is compiled for, besides dtypes."""
+    """Return the compile-time constants other than dtypes."""
     padded = triton.next_power_of_2(value_dim)
     return {"V": value_dim, "V_PADDED": padded, "ROWS": max(1, _VALUES // padded)}

@@ -1,4 +1,4 @@
-"""Capabilities of this machine's processor, and the ways to multiply bfloat16."""
+"""This machine's processor capabilities, and its bfloat16 matmul modes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Literal
 import torch
 
 Products = Literal["native", "float32"]
-"""How a CPU multiplies bfloat16: as it is (``native``), or converted to float32 and rounded once at the end.
+"""How a CPU multiplies bfloat16: directly (``native``), or converted to float32 and rounded once at the end.
 
-Other dtypes and other devices multiply as they are in either case.
+Other dtypes and other devices multiply directly in either mode.
 """
 PRODUCTS: tuple[Products, ...] = ("native", "float32")
 
 
 @lru_cache(maxsize=1)
 def has_native_bfloat16() -> bool:
-    """Return whether this machine's processor multiplies bfloat16 itself; otherwise float32 is several times faster."""
+    """Return whether the processor has bfloat16 matmul instructions; without them float32 is several times faster."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def fastest_products() -> Products:
-    """Return the faster way on this machine's processor, which is a model's default."""
+    """Return the faster mode on this machine's processor, a model's default."""
     if has_native_bfloat16():
         return "native"
     return "float32"
@@ -31,10 +31,8 @@ def fastest_products() -> Products:
 
 @lru_cache(maxsize=1)
 def multiplies_rows_as_vectors() -> bool:
-    """Return whether one row times a matrix, in bfloat16, is faster here as a matrix-vector product.
-
-    AMX repacks the whole matrix for one row, and without bfloat16 instructions it is converted: both take up to twice
-    the time. AVX-512's bfloat16 product reads it as it lies, in a half to all of a matrix-vector product's time.
-    """
+    """Return whether a matrix-vector product is faster here for one row times a matrix in bfloat16."""
+    # AMX repacks the full matrix for a single row, and without bfloat16 instructions it is converted: both take up to
+    # twice the time. AVX-512's bfloat16 matmul reads it in place, in half to all of a matrix-vector product's time.
     capabilities = torch.cpu.get_capabilities()
     return not capabilities.get("avx512_bf16", False) or bool(capabilities.get("amx_bf16", False))

@@ -1,8 +1,8 @@
-"""``Regions``: the parts of a training step that ``torch.compile`` compiles to one graph each.
+"""``Regions``: parts of a training step that ``torch.compile`` compiles to one graph each.
 
-A region is the code between two things that no graph can hold: the attention core, whose work depends on the documents
-of each batch, the experts, and ZeRO-3's hooks. A region takes tensors and constants, so other documents do not compile
-it again; its number of tokens is dynamic from the first call on.
+A region is the code between two graph breaks: the attention core, whose work depends on each batch's documents, the
+experts, and ZeRO-3's hooks. A region takes tensors and constants, so other documents do not recompile it; its token
+count is dynamic from the first call on.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor
 
 
 class Run(Protocol):
-    """Caller of a block's functions: eager or compiled."""
+    """Callable that runs a block's functions: eager or compiled."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, tokens_dim: int = 1) -> Any:
-        """Return ``function(*args)``; ``tokens_dim`` is the dim of the tokens in all tensors among the arguments."""
+        """Return ``function(*args)``; ``tokens_dim`` is the token dim in all tensors among the arguments."""
         ...
 
 
 class CompileCount(NamedTuple):
-    """Graphs that this process has compiled so far, and the time it took."""
+    """Graphs this process has compiled so far, and the time spent."""
 
     graphs: int
     seconds: float
-    """Backward graphs' too, which are compiled when backward first meets them."""
+    """Includes backward graphs, which compile on the first backward pass."""
 
 
 def call_function(function: Callable[..., Any], *args: Any, tokens_dim: int = 1) -> Any:
@@ -42,27 +42,27 @@ def call_function(function: Callable[..., Any], *args: Any, tokens_dim: int = 1)
 
 
 def run_with(compiler: str | None) -> Run:
-    """Return the caller of a model's regions: compiled with a compiler's backend, eager with None."""
+    """Return the runner for a model's regions: compiled with this backend, or eager without one."""
     if compiler is None:
         return call_function
     return Regions(compiler)
 
 
 class Regions:
-    """Caller that compiles functions, each once for each structure of its arguments, whatever their lengths.
+    """Runner that compiles each function once per argument structure, for any lengths.
 
-    A function must return its results and not write to an argument: that may be a copy, and the write would be lost.
+    A function must return its results and never write to an argument: that may be a copy, and the write would be lost.
     """
 
     def __init__(self, backend: str = "inductor") -> None:
-        """Set the backend of ``torch.compile``."""
+        """Set the ``torch.compile`` backend."""
         self._backend = backend
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def __call__(self, function: Callable[..., Any], *args: Any, tokens_dim: int = 1) -> Any:
-        """Return ``function(*args)``; ``tokens_dim`` is the dim of the tokens in all tensors among the arguments.
+        """Return ``function(*args)``; ``tokens_dim`` is the token dim in all tensors among the arguments.
 
-        Raise AssertionError if the function writes to one of them.
+        Raise AssertionError if the function writes to one.
         """
         if function not in self._compiled:
             self._compiled[function] = self._compile(function)
@@ -77,28 +77,29 @@ class Regions:
         return result
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # The tracer counts compilations by code object, and gives up at eight: each decoder has its own.
+        # The tracer counts compilations per code object and gives up after eight, so each decoder gets its own code
+        # object.
         assert isinstance(function, FunctionType)
         own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
-        # fullgraph: a part that no graph can hold is an error, and never silently slow
+        # fullgraph: a graph break is an error, never a silent slowdown
         return torch.compile(own, backend=self._backend, fullgraph=True, dynamic=None)
 
 
 def compile_count() -> CompileCount:
-    """Return the graphs and the time of ``torch.compile`` in this process."""
-    from torch._dynamo.utils import calculate_time_spent, counters  # imported by now, if anything is compiled
+    """Return this process's ``torch.compile`` graph count and time."""
+    from torch._dynamo.utils import calculate_time_spent, counters  # imported already if anything was compiled
 
     return CompileCount(counters["stats"]["unique_graphs"], calculate_time_spent()["total_wall_time"])
 
 
 def missing_for_compiling(device_type: str) -> str | None:
-    """Return the requirement of ``torch.compile`` on this device that is missing, in words; None if all are met."""
+    """Describe the missing ``torch.compile`` requirement on this device, if any."""
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return "Python's header files are missing (python3-dev)"
     if device_type == "cuda":
         if find_spec("triton") is None:
             return "Triton is missing (pip install triton)"
-        # Triton builds the code that launches a kernel.
+        # Triton compiles its kernel launcher
         if not any(shutil.which(name) for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name):
             return "there is no C compiler (gcc)"
         return None
@@ -109,18 +110,15 @@ def missing_for_compiling(device_type: str) -> str | None:
 
 
 def _laid_out_alike(arg: Any) -> Any:
-    """Return a contiguous copy of a tensor that is not contiguous, or is a view of one that is not.
-
-    A graph is specialized on strides, and those of a part change with the full tensor. Anything else is returned as it
-    is.
-    """
+    """Return a contiguous copy if a tensor or its base is not contiguous; return anything else unchanged."""
+    # graphs are specialized on strides, and a view's strides change with the full tensor
     if not isinstance(arg, Tensor):
         return arg
     if not arg.is_contiguous():
         return arg.clone(memory_format=torch.contiguous_format)
     if arg._base is None or arg._base.is_contiguous():
         return arg
-    # A graph is also specialized on whether its input is a view.
+    # a graph is also specialized on whether its input is a view
     return arg.clone().view(arg.shape)
 
 

@@ -1,9 +1,9 @@
-"""RMSNorm that keeps its input and one number a row for backward.
+"""RMSNorm that saves only its input and one number per row for backward.
 
-Without a fused kernel, PyTorch's RMSNorm keeps three copies of its input in float32: for a layer of width M that is
-half of all kept activations. On CUDA it has a fused kernel.
+Without a fused kernel, PyTorch's RMSNorm saves three float32 copies of its input: in a layer of width M, half of all
+saved activations. On CUDA it has a fused kernel.
 
-Axes: N rows (any leading shape), M normalised width.
+Axes: N rows (any leading shape), M normalized width.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from longctx.kernels.devices import on_cpu
 from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 
 _FEW_VALUES = 1 << 14
-"""Most values that PyTorch's operator normalises: to the same bits, in less time, with more memory."""
+"""Maximum size for PyTorch's operator: bitwise equal, faster, but needs more memory."""
 _FEW_ROWS = 32
-"""Most rows that generation normalises in the fewest operations, which round in another order."""
+"""Maximum rows that generation normalizes with the fewest operations, which round in another order."""
 
 
 def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False) -> Tensor:
@@ -33,10 +33,11 @@ def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False
     """
     if _has_fused_kernel(x_NM, weight_M, offset):
         return functional.rms_norm(x_NM, weight_M.shape, weight_M, eps)
-    # A graph would be specialized on a number of tokens.
+    # the paths below would specialize a graph on the token count
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         is_plain = x_NM.dtype == weight_M.dtype == torch.float32 and not offset
-        # In generation only: likelihoods and validations, which are compared by their digits, stay as they are.
+        # In generation only: likelihoods and validation losses are compared bit by bit, so they keep their order of
+        # rounding.
         if is_plain and torch.is_inference_mode_enabled() and x_NM.numel() <= _FEW_ROWS * x_NM.shape[-1]:
             return _normalize_few(x_NM, weight_M, eps)
         if is_plain and x_NM.numel() <= _FEW_VALUES:
@@ -46,20 +47,20 @@ def rms_norm(x_NM: Tensor, weight_M: Tensor, eps: float, *, offset: bool = False
 
 
 def _has_fused_kernel(x: Tensor, weight: Tensor, offset: bool) -> bool:
-    """Return whether PyTorch has one kernel for this that saves and rounds the same values as ``_RMSNorm``."""
-    # A compiled graph fuses the definition with the code around it. 1 + weight needs a dtype that the kernel refuses.
+    """Return whether one PyTorch kernel saves and rounds the same values as ``_RMSNorm``."""
+    # A compiled graph fuses the definition with its surroundings. 1 + weight needs a dtype that the kernel rejects.
     return not on_cpu(x) and x.dtype == weight.dtype and not offset and not torch.compiler.is_compiling()
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
     """Return the result in x's dtype, and each row's 1 / sqrt(mean(x²) + eps)."""
-    # float32: the mean of squares of thousands of bfloat16 values would lose their small ones
+    # float32: in bfloat16, a mean over thousands of squares would lose the small ones
     partial = accumulate_dtype(x.dtype)
     wide = x.to(partial)
     rstd_N1 = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
     out, factor = _times(wide, rstd_N1, wide is not x), _factor(weight, offset, partial)
-    # PyTorch 2.11's compiler loses the gradient of a result that has a second name, as ``mul_`` and ``to`` of the same
-    # dtype return it (its issue 180642). Compiled code gains nothing by a product in place.
+    # PyTorch 2.11's compiler loses the gradient for a result that has a second name, as ``mul_`` and ``to`` with the
+    # same dtype return it (its issue 180642). In compiled code an in-place multiplication gains no time.
     if torch.compiler.is_compiling():
         out = out * factor
     else:
@@ -68,9 +69,9 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Ten
 
 
 def _normalize_few(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the result for a few rows of float32, for which the number of operations dominates."""
+    """Compute the result for a few float32 rows, for which the operation count dominates."""
     norm_N1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    # A Python number would become a tensor in each call, which takes as long as the sum.
+    # a Python number would become a tensor in each call, which takes as long as the sum
     rstd_N1 = torch.addcmul(_scalar(eps, x.device), norm_N1, norm_N1, value=1 / x.shape[-1]).rsqrt_()
     return (x * rstd_N1).mul_(weight)
 
@@ -81,7 +82,7 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Autograd function that saves x as it is and each row's 1 / sqrt(mean(x²) + eps)."""
+    """Autograd function that saves x as is and each row's 1 / sqrt(mean(x²) + eps)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
@@ -108,14 +109,13 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _times(wide: Tensor, factor: Tensor, in_place: bool) -> Tensor:
-    """Return the product, in place if ``wide`` is a copy: new pages would take longer than the product."""
+    """Multiply, in place if ``wide`` is a copy: new pages would take longer than the multiplication."""
     if in_place:
         return wide.mul_(factor)
     return wide * factor
 
 
 def _factor(weight: Tensor, offset: bool, partial: torch.dtype) -> Tensor:
-    """Return the factor of the normalised values."""
     factor = weight.to(partial)
     if offset:
         return factor + 1

@@ -1,4 +1,4 @@
-"""Loops with identical steps on the device. A trace has no data, so one step stands for many."""
+"""Loops with identical steps on the device. A trace has no data, so one step represents many."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _times = 1
 
 
 def in_a_trace_once(steps: Sequence[T], example: Tensor) -> Iterator[T]:
-    """Yield all steps, or, if ``example`` is a fake tensor, the first, one for all steps in between, and the last."""
+    """Yield all steps; if ``example`` is a fake tensor, yield the first, one for all in between, and the last."""
     global _times
-    # The first and the last step may be shorter than the steps in between.
+    # the first and last step may be shorter than those in between
     if len(steps) < 4 or not isinstance(example, FakeTensor):
         yield from steps
         return
@@ -30,5 +30,5 @@ def in_a_trace_once(steps: Sequence[T], example: Tensor) -> Iterator[T]:
 
 
 def times() -> int:
-    """Return how many times the current step would run with data."""
+    """Return how often the current step would run with data."""
     return _times

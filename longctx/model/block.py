@@ -30,42 +30,42 @@ from longctx.model.recompute import RecomputeCache, recomputed
 from longctx.model.rotary import RotaryTable
 
 Draws = tuple[Draw | None, Draw | None, Draw | None]
-"""What the residual sums of a layer drop: attention's, the FFN's, and that of cross attention if there is any."""
+"""Dropout draws for a layer's residual sums: attention's, the FFN's, and cross attention's if it has one."""
 
 _CROSS_SITES = 2 * MOST_LAYERS
-"""Sites of dropout below it are those of attention and FFN: two a layer."""
+"""Dropout sites below it belong to attention and FFN, two per layer; cross attention's start here."""
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Arguments of a layer in a forward pass; those of layers of one mixer differ only in the layer's number."""
+    """One layer's arguments in a forward pass; for layers with one mixer they differ only in ``layer``."""
 
     core: PassCore
     plan: Plan
-    """The core's own, for this forward pass; made before the first layer, so that recomputation reads the same."""
+    """The core's plan for this pass, made before the first layer, so that recomputation reads the same one."""
     scores: Scores
     cache: PassCache | None
     dropout: Dropout | None
     experts: MoECall
     layer: int = 0
-    """Number of the layer: a block may be several."""
+    """Layer index; several layers may share one block."""
     keep: Keep = "all"
     store: HostStore | None = None
-    """Where what is kept lives; None is the device."""
+    """Store for tensors that survive until backward; None keeps them on the device."""
     by_chunks: Callable[[Block, Tensor, RotaryTable | None, Call], tuple[Tensor, ...]] | None = None
-    """Runs the layer a chunk of its tokens at a time, on a residual stream of which it is given the handle."""
+    """Runs the layer one token chunk at a time; its input is then the handle to a residual stream."""
     only_graph: bool = False
-    """Whether this is a second run, of which no backward reads the layer's output."""
+    """True in a second run if backward does not read the layer's output."""
     run: Run = call_function
-    """How a block calls its parts on both sides of the core: as they are, or compiled."""
+    """Calls the block's parts on both sides of the core, eager or compiled."""
     cross: CrossCall | None = None
-    """Of the layers of a decoder that reads a source."""
+    """Cross attention's arguments, in a decoder that reads a source."""
 
     def draws(self) -> Draws:
-        """Return the dropout draws of the layer's residual sums."""
+        """Return the dropout draws for the layer's residual sums."""
         if self.dropout is None:
             return None, None, None
-        # Each site draws other random numbers for the same token.
+        # Each site draws separate random numbers for the same token.
         of_cross = None
         if self.cross is not None:
             of_cross = self.dropout.draw(_CROSS_SITES + self.layer)
@@ -76,7 +76,7 @@ class Block(nn.Module):
     """Attention and FFN, each added to the residual stream, with norms before, after or around them."""
 
     def __init__(self, config: ModelConfig, layer: int, experts: slice = slice(None)) -> None:
-        """Build the layer with the weights of ``experts``, those of its experts that are here."""
+        """Build the layer with the weights for ``experts``, this rank's slice."""
         super().__init__()
         M = config.hidden_size
         spec = layer_specs(config)[layer]
@@ -86,7 +86,7 @@ class Block(nn.Module):
         self.residual_scale = config.residual_scale
         self.self_attn: MixerNetwork = NETWORKS[spec.mixer.name](config, spec)
         if spec.ffn == "experts":
-            # Statistics and replays count layers of experts, not all layers.
+            # Statistics and replays count expert layers, not all layers.
             earlier_expert_layers = sum(map(config.has_experts, range(layer)))
             self.mlp = MixtureOfExperts(config, experts, layer=earlier_expert_layers)
         else:
@@ -98,18 +98,15 @@ class Block(nn.Module):
             self.pre_feedforward_layernorm = build_norm(config, M)
         if self.order != "pre":
             self.post_feedforward_layernorm = build_norm(config, M)
-        # Of the model's dtype, as its authors have it; training leaves it as it came.
+        # A buffer in the model's dtype, as released; training does not change it.
         self.layer_scalar: Tensor | None
         self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalars else None)
 
     def forward(self, x_BtM: Tensor, table: RotaryTable | None, *, call: Call) -> tuple[Tensor, ...]:
-        """Return the layer's output [B, t, M], and its router's ``RouterStats.tensors`` (a dense layer has none).
+        """Return the layer's output [B, t, M], followed by ``RouterStats.tensors`` if it has experts.
 
-        With ``call.keep`` "attention" only x and the core's result survive until backward, and in a layer of experts
-        their ids, and their output if a norm follows it. Backward computes the rest again: that sends nothing and
-        computes no softmax attention (but linear attention's own rows); the experts' own backward sends their tokens
-        again. With "inputs" only x and the ids survive, and the core computes and sends a second time. With
-        ``call.by_chunks`` x and the output are handles of a residual stream that is in a store.
+        ``call.keep`` selects what survives until backward. With ``call.by_chunks`` x and the output are handles to a
+        residual stream in a store.
         """
         if call.by_chunks is not None:
             return call.by_chunks(self, x_BtM, table, call)
@@ -121,6 +118,11 @@ class Block(nn.Module):
         with call.store.layer(call.layer):
             return self._run_and_keep(x_BtM, table, call)
 
+    # Activation checkpointing (Chen et al., arXiv 1604.06174) that saves attention. With keep="attention" the input x
+    # and the core's result survive until backward, and in an expert layer the expert ids, plus the experts' output if a
+    # norm reads it. Backward recomputes the rest: that sends nothing and runs no softmax attention (linear attention
+    # recomputes its own rows); only the experts' backward sends their tokens again. With keep="inputs" x and the ids
+    # survive, and the core computes and sends a second time.
     def _run_and_keep(self, x_BtM: Tensor, table: RotaryTable | None, call: Call) -> tuple[Tensor, ...]:
         if call.keep == "all":
             return self._run(x_BtM, table, call, None)
@@ -135,13 +137,13 @@ class Block(nn.Module):
     def _attend(
         self, x_BtM: Tensor, table: RotaryTable | None, call: Call, recompute_cache: RecomputeCache | None
     ) -> Tensor:
-        """Return the core's result for the layer's input."""
+        """Project the layer's input and run the attention core on it."""
         cache, cached = None, call.cache is not None
         q, k, v = call.run(Block.before_core, self, x_BtM, table, cached)
         if call.cache is not None:
             cache = call.cache.layer(call.layer)
         weights = self.self_attn.core_weights()
-        # Called from here and from nothing deeper: a core outside of compiled graphs breaks each function around it.
+        # Called from here and not deeper: a core runs outside compiled graphs and breaks each function around it.
         return call.core(
             q, k, v, plan=call.plan, cache=cache, scores=call.scores, weights=weights, recompute_cache=recompute_cache
         )
@@ -149,11 +151,11 @@ class Block(nn.Module):
     def finish(
         self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, call: Call, recompute_cache: RecomputeCache | None
     ) -> tuple[Tensor, ...]:
-        """Return the layer's results, from its input and the core's result."""
+        """Compute the layer's results from its input and the core's result."""
         cached = call.cache is not None
         if isinstance(self.mlp, FeedForward):
             return (call.run(Block.after_core, self, x_BtM, heads_BtHV, draws, cached, call.only_graph),)
-        # Experts stay outside: the number of tokens of each depends on data.
+        # Experts stay outside the graph: the token count per expert depends on data.
         x_BtM, normed_BtM = call.run(Block.join_attention, self, x_BtM, heads_BtHV, draws, cached)
         out_BtM, *stats = self.mlp(normed_BtM, call.experts, recompute_cache)
         return self.join_ffn(x_BtM, out_BtM, draws), *stats
@@ -161,24 +163,24 @@ class Block(nn.Module):
     def before_core(
         self, x_BtM: Tensor, table: RotaryTable | None, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of the layer's input, as ``project`` gives them."""
+        """Project the layer's input to queries, keys and values (``project``)."""
         normed_BtM = self.before(x_BtM, "input_layernorm")
         return self.self_attn.project(normed_BtM, table, cached=cached, only_graph=only_graph)
 
     def after_core(
         self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool, only_graph: bool = False
     ) -> Tensor:
-        """Return the output of a dense layer, from its input and the core's result."""
+        """Compute a dense layer's output from its input and the core's result."""
         x_BtM, normed_BtM = self.join_attention(x_BtM, heads_BtHV, draws, cached)
-        # A norm of the output reads its values.
+        # An output norm reads values, so the FFN must compute them.
         only_graph = only_graph and self.order == "pre"
         return self.join_ffn(x_BtM, self.mlp(normed_BtM, only_graph=only_graph), draws)
 
     def add_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draw: Draw | None, cached: bool) -> Tensor:
-        """Return the residual stream with attention added, from the layer's input and the core's result."""
+        """Add attention to the residual stream, given the layer's input and the core's result."""
         input_BtM = None
         if self.self_attn.gates_output:
-            # Computing the norm again costs less than keeping its result in addition to the projections.
+            # Recomputing the norm costs less than keeping its result in addition to the projections.
             input_BtM = self.before(x_BtM, "input_layernorm")
         out_BtM = self.self_attn.output(heads_BtHV, input_BtM, cached=cached)
         if self.norms_outputs:
@@ -189,7 +191,7 @@ class Block(nn.Module):
         return x_BtM
 
     def join_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with attention added, and the input of the FFN or the experts."""
+        """Add attention to the residual stream; return the stream and the input to the FFN or the experts."""
         x_BtM = self.add_attention(x_BtM, heads_BtHV, draws[0], cached)
         # Hugging Face's names: only a sandwich has a norm called pre_feedforward_layernorm.
         second = "post_attention_layernorm"
@@ -198,7 +200,7 @@ class Block(nn.Module):
         return x_BtM, self.before(x_BtM, second)
 
     def join_ffn(self, x_BtM: Tensor, out_BtM: Tensor, draws: Draws) -> Tensor:
-        """Return the residual stream with the output of the FFN or of the experts added."""
+        """Add the FFN's or the experts' output to the residual stream."""
         if self.norms_outputs:
             out_BtM = self.post_feedforward_layernorm(out_BtM)
         x_BtM = self.add(x_BtM, out_BtM, draws[1])
@@ -209,13 +211,13 @@ class Block(nn.Module):
         return x_BtM
 
     def before(self, x_BtM: Tensor, norm: str) -> Tensor:
-        """Return a part's input: the norm of the residual stream, or x if the layer norms only outputs or sums."""
+        """Return a part's input: the normed residual stream, or x if the layer norms only outputs or sums."""
         if not self.norms_inputs:
             return x_BtM
         return getattr(self, norm)(x_BtM)
 
     def add(self, x_BtM: Tensor, part_BtM: Tensor, draw: Draw | None) -> Tensor:
-        """Return the residual stream with one part's output added."""
+        """Add one part's output to the residual stream, after dropout and scaling."""
         if draw is not None:
             part_BtM = draw.drop(part_BtM)
         if self.residual_scale != 1:

@@ -1,14 +1,6 @@
-"""Values on their way between a device and the host's memory.
+"""Asynchronous copies between a device and host memory.
 
-Each direction has a stream of its own: a link carries both at once. Nothing else puts them in order, so each piece of
-host memory knows the last copy into it and out of it: a copy out of it runs behind the one that filled it, a copy into
-it behind those that read the values it overwrites.
-
-Page-locked memory comes in pages with sizes of powers of two, because PyTorch rounds every page-locked allocation up to
-one: so a tensor takes only its own size of host memory, rounded up to ``LEAST_PAGE_BYTES``. All but the last few pages
-of a tensor have one size, so that rows of another length find them again in PyTorch's cache.
-
-Axes: B rows, t tokens, c of a chunk.
+Axes: B rows, t tokens, c tokens in a chunk.
 """
 
 from __future__ import annotations
@@ -26,17 +18,20 @@ from torch import Tensor
 
 from longctx.tensor_bytes import as_bytes
 
+# Page-locked memory is allocated in pages with power-of-two sizes, because PyTorch rounds every page-locked allocation
+# up to one. So a tensor takes only its own size, rounded up to ``LEAST_PAGE_BYTES``. All but a tensor's last few pages
+# have one size, so that PyTorch's cache can reuse them for rows of another length.
 PAGE_BYTES = 64 << 20
-"""The largest page. A copy of that size keeps a link busy for milliseconds, and starting it takes microseconds."""
+"""Largest page. Copying it keeps a link busy for milliseconds; starting the copy takes microseconds."""
 LEAST_PAGE_BYTES = 1 << 20
-"""The smallest page, unless the whole tensor is smaller."""
+"""Smallest page, unless the tensor itself is smaller."""
 
 Mark = torch.Event | None
-"""A place in the order of copies in one direction; None where copies are done when the call returns."""
+"""A position in one direction's copies; None if copies are complete when the call returns."""
 
 
 class Streams(NamedTuple):
-    """CUDA streams of copies, one per direction."""
+    """CUDA streams for copies, one per direction."""
 
     to_host: torch.cuda.Stream
     to_device: torch.cuda.Stream
@@ -44,8 +39,8 @@ class Streams(NamedTuple):
 
 @cache
 def streams_of(device: torch.device) -> Streams | None:
-    """Return the device's streams for copies; None if copies are done at once."""
-    # On tensors without data there is a device and no stream.
+    """Return the device's copy streams; None if copies are synchronous."""
+    # Fake tensors have a device but no stream.
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
@@ -58,41 +53,41 @@ class Copies:
         self.device = device
         self._streams = streams_of(device)
         self.is_asynchronous = device.type == "cuda" or self._streams is not None
-        """True where values leave the device's memory; on a CPU they are in the host's already."""
+        """True if values leave the device's memory; on a CPU they are in host memory already."""
 
     def new_page(self, num_bytes: int) -> Tensor:
-        """Return memory of the host that the device can copy to and from, page-locked for a GPU."""
+        """Allocate host memory for copies, page-locked for a GPU."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
 
     def computed(self) -> Mark:
-        """Return a mark behind all computation that was started so far."""
+        """Return a mark after all computation started so far."""
         if self._streams is None:
             return None
         return torch.cuda.current_stream(self.device).record_event()
 
     def to_host(self, pairs: Sequence[tuple[Tensor, Tensor]], *after: Mark) -> Mark:
-        """Start to copy each second tensor to the first, behind all of ``after``; return a mark.
+        """Start to copy each second tensor to the first, after all of ``after``; return a mark.
 
-        The device memory must stay until the computation has waited for the mark.
+        Device memory must stay until the computation has waited for the mark.
         """
         return self._start(self._streams and self._streams.to_host, pairs, after)
 
     def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]], *after: Mark) -> Mark:
-        """Start copies in the other direction; the device memory must likewise stay until the wait for the mark."""
+        """Start copies in the other direction; device memory must also stay until the wait for the mark."""
         return self._start(self._streams and self._streams.to_device, pairs, after)
 
     def wait(self, mark: Mark) -> None:
-        """Make the computation wait for copies; the host does not."""
+        """Make the computation wait for copies, without blocking the host."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
     def wait_on_host(self, mark: Mark) -> None:
-        """Wait until copies are done."""
+        """Block the host until copies are complete."""
         if mark is not None:
             mark.synchronize()
 
     def hold(self, x: Tensor) -> None:
-        """Keep the memory of x from reuse until all copies to the device that have been started are done."""
+        """Keep x's memory from reuse until all started copies to the device are complete."""
         if self._streams is not None:
             x.record_stream(self._streams.to_device)
 
@@ -111,13 +106,16 @@ class Copies:
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    # Each is contiguous: PyTorch would gather other tensors on the host, at once and without waiting for any copy.
+    # All are contiguous: PyTorch would gather others on the host, at once and without waiting for a copy.
     for target, source in pairs:
         target.copy_(source, non_blocking=True)
 
 
+# Ordering. Each direction has its own stream, since a link carries both at once, and no other mechanism orders the two.
+# So each host tensor records the last copy into and out of each token range: a copy out waits for the one that filled
+# the range, a copy in waits for those that read the values it overwrites.
 class HostTensor:
-    """Values [B, t, …] in the host's memory, in pages."""
+    """Values [B, t, …] in host memory, in pages."""
 
     def __init__(self, copies: Copies, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._copies, self._shape, self._dtype = copies, list(shape), dtype
@@ -133,40 +131,41 @@ class HostTensor:
         return list(self._parts(0, self._shape[0] * self._row_bytes))
 
     def write(self, tokens: slice, x: Tensor) -> Mark:
-        """Start to copy the contiguous values x [B, c, …] of some tokens; return a mark.
+        """Start to copy contiguous values x [B, c, …] for some tokens; return a mark.
 
         Their memory must stay until the computation has waited for the mark.
         """
-        # The copied values must have been computed, and the overwritten ones must have been read.
+        # Wait until the new values are computed and the old ones read.
         mark = self._copies.to_host(list(self._pairs(tokens, x)), self._copies.computed(), self._read.last(tokens))
         self._filled.note(tokens, mark)
         return mark
 
     def fetch(self, tokens: slice) -> FromHost:
-        """Start to bring the values of some tokens to the device."""
+        """Start to fetch some tokens' values to the device."""
         shape = of_tokens(self._shape, tokens.stop - tokens.start)
         values = torch.empty(shape, dtype=self._dtype, device=self._copies.device)
         return FromHost(self._copies, values, self.copy_to(values, tokens, self._copies.computed()))
 
     def whole(self) -> FromHost:
-        """Start to bring all values to the device."""
+        """Start to fetch all values to the device."""
         return self.fetch(slice(0, self._shape[1]))
 
     def copy_to(self, out: Tensor, tokens: slice, computed: Mark) -> Mark:
-        """Start to copy the values of some tokens to ``out`` [B, c, …] on the device, which has contiguous rows.
+        """Start to copy some tokens' values to ``out`` [B, c, …] on the device, which has contiguous rows.
 
-        ``computed`` marks the point of the computation at which it took that memory."""
+        ``computed`` marks the point in the computation at which it took that memory.
+        """
         pairs = [(part, page) for page, part in self._pairs(tokens, out)]
-        # Earlier users of the memory must be done, and the copied values must be here.
+        # Wait until previous users release the memory and the values have reached the host.
         mark = self._copies.to_device(pairs, computed, self._filled.last(tokens))
         self._read.note(tokens, mark)
         return mark
 
     def _pairs(self, tokens: slice, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of pages with the parts of x that belong there, as bytes."""
+        """Yield page parts with the matching parts of x, as bytes."""
         whole = tokens.start == 0 and tokens.stop == self._shape[1] and x.is_contiguous()
         rows, token_bytes = x.detach(), self._row_bytes // max(1, self._shape[1])
-        # Rows of tokens are apart on the host.
+        # Tokens in different rows are not adjacent on the host.
         for row, values in enumerate([rows] if whole else rows):
             values, start = as_bytes(values), row * self._row_bytes + tokens.start * token_bytes
             done = 0
@@ -184,56 +183,56 @@ class HostTensor:
 
 
 class FromHost:
-    """Values on their way to the device."""
+    """Values being copied to the device."""
 
     def __init__(self, copies: Copies, values: Tensor, mark: Mark) -> None:
         self._copies, self._values, self._mark = copies, values, mark
         self._is_awaited = False
 
     def wait(self) -> Tensor:
-        """Make the computation wait for the values, and return them; they must not be written to."""
+        """Make the computation wait for the values, and return them; they are read-only."""
         self._copies.wait(self._mark)
         self._is_awaited = True
         return self._values
 
     def __del__(self) -> None:
-        # Nothing waited for them: the memory must not be reused during the copy.
+        # Without a wait, the memory must not be reused during the copy.
         if not self._is_awaited:
             self._copies.hold(self._values)
 
 
 class Leaving:
-    """Device memory on its way to the host: held until the computation has waited for its copy."""
+    """Device memory being copied to the host, held until the computation has waited for its copy."""
 
     _UNDER_WAY = 2
-    """Tensors that may be on their way: the computation waits for older ones, which frees their memory."""
+    """Tensors in flight: the computation waits for older ones, which frees their memory."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self._tensors: deque[tuple[Tensor, Mark]] = deque()
 
     def hold(self, x: Tensor, mark: Mark) -> None:
-        """Keep the memory of x from reuse until the copies up to ``mark`` are done."""
+        """Keep x's memory from reuse until the copies up to ``mark`` are complete."""
         self._tensors.append((x, mark))
-        # In the order of the computation, so that the memory is free when the computation comes to use it again.
+        # Waits follow the computation's order, so memory is free by the time it is used again.
         while len(self._tensors) > self._UNDER_WAY:
             _, mark = self._tensors.popleft()
             self._copies.wait(mark)
 
 
 class _Marks:
-    """Marks of the last copy of each range of tokens, in one direction."""
+    """Last copy for each token range, in one direction."""
 
     def __init__(self) -> None:
         self._marks: dict[tuple[int, int], Mark] = {}
 
     def note(self, tokens: slice, mark: Mark) -> None:
-        # In the order of the copies: a range that is noted again comes last.
+        # In copy order: a repeated range moves to the end.
         self._marks.pop((tokens.start, tokens.stop), None)
         self._marks[tokens.start, tokens.stop] = mark
 
     def last(self, tokens: slice) -> Mark:
-        """Return the last copy of any of these tokens; all others are done before it, as one stream carries them."""
+        """Return the last copy that touches these tokens; older ones precede it in the same stream."""
         for (start, stop), mark in reversed(self._marks.items()):
             if start < tokens.stop and tokens.start < stop:
                 return mark
@@ -241,7 +240,7 @@ class _Marks:
 
 
 def page_sizes(num_bytes: int) -> list[int]:
-    """Cut a tensor of ``num_bytes`` into pages: of ``PAGE_BYTES``, then of smaller and smaller powers of two."""
+    """Split ``num_bytes`` into pages: first ``PAGE_BYTES`` each, then decreasing powers of two."""
     full, rest = divmod(num_bytes, PAGE_BYTES)
     sizes = [PAGE_BYTES] * full
     if not full and rest < LEAST_PAGE_BYTES:
@@ -254,7 +253,7 @@ def page_sizes(num_bytes: int) -> list[int]:
 
 
 def of_tokens(shape: Sequence[int], num_tokens: int) -> list[int]:
-    """Return the shape [B, t, …] with another number of tokens."""
+    """Return the shape [B, t, …] with another token count."""
     changed = list(shape)
     changed[1] = num_tokens
     return changed

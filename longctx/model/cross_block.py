@@ -1,7 +1,7 @@
-"""``CrossBlock``: a layer of a decoder that reads a source: between attention and FFN it attends to the source.
+"""CrossBlock: a decoder layer that attends to a source between its self attention and its FFN.
 
-Axes: B rows, t tokens of this rank, s tokens of the source on it, M model width, H query heads, K key/value heads, D
-head size, V value head size.
+Axes: B rows, t tokens of this rank, s source tokens on it, M model width, H query heads, K key/value heads, D head
+size, V value head size.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class CrossBlock(Block):
         heads_BtHV = self._attend(x_BtM, table, call, recompute_cache)
         x_BtM, q = call.run(CrossBlock.before_cross, self, x_BtM, heads_BtHV, draws, call.cache is not None)
         k, v = self._source_keys(call)
-        # Both attentions of a layer keep their results, under names of their own.
+        # Both attentions save their results, under separate names.
         if recompute_cache is not None:
             recompute_cache = recompute_cache.of_cross()
         heads_BtHV = cross.core(q, k, v, plan=cross.plan, scores=cross.scores, recompute_cache=recompute_cache)
         return self.finish(x_BtM, heads_BtHV, draws, call, recompute_cache)
 
     def before_cross(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with attention added, and cross attention's queries of it [B, t, H, D]."""
+        """Add self attention to the residual stream; return the stream and cross attention's queries [B, t, H, D]."""
         x_BtM = self.add_attention(x_BtM, heads_BtHV, draws[0], cached)
         return x_BtM, self.cross_attn.queries(self.before(x_BtM, "cross_layernorm"))
 
     def source_keys(self, source_BsM: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cross attention's keys and values [B, s, K, D] of a source."""
+        """Project a source to cross attention's keys and values [B, s, K, D]."""
         return self.cross_attn.keys_and_values(source_BsM)
 
     def join_attention(self, x_BtM: Tensor, heads_BtHV: Tensor, draws: Draws, cached: bool) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with cross attention added, and the input of the FFN.
+        """Add cross attention to the residual stream; return the stream and the FFN's input.
 
-        The layer's own attention is in the stream already.
+        The stream includes self attention already.
         """
         x_BtM = self.add(x_BtM, self.cross_attn.output(heads_BtHV), draws[2])
         if self.order == "post":
@@ -58,10 +58,10 @@ class CrossBlock(Block):
         return x_BtM, self.before(x_BtM, "post_attention_layernorm")
 
     def _source_keys(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the source, computed only once if it keeps them."""
+        """Return the source's keys and values, computed only once if the source caches them."""
         assert call.cross is not None, "a layer that reads a source was told of none"
         source = call.cross.source
-        # In training they are not needed a second time, and their gradient needs them in this graph.
+        # Training reads them once, and their gradient needs them in this graph.
         if source.keys is None:
             return call.run(CrossBlock.source_keys, self, source.hidden_BsM)
         if call.layer not in source.keys:

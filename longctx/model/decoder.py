@@ -1,4 +1,4 @@
-"""The decoder, with an optional encoder: tokens in, hidden states and losses out.
+"""Decoder with an optional encoder: tokens in, hidden states and losses out.
 
 Axes: B rows, t tokens of this rank, M model width, V vocabulary, L layers, S documents, E experts.
 """
@@ -59,7 +59,7 @@ from longctx.model.training_pass import (
 
 
 class Decoder(nn.Module):
-    """Network of a causal language model. Its attention cores decide which keys a query sees, on all ranks."""
+    """Causal language model network. Its attention cores decide which keys a query sees, on all ranks."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class Decoder(nn.Module):
         execution: Execution | None = None,
         seed: int | None = 0,
     ) -> None:
-        """Build the network with the initial weights of ``seed``; None leaves memory unset, for a state dict to fill.
+        """Build the network with initial weights from ``seed``; None leaves memory unset, for a state dict to fill.
 
-        ``cores`` serve the layers with mixers that name them; missing ones are cores of one process. The decoder holds
-        the experts that its ``dispatcher`` names: without one, all.
+        ``cores`` serve the layers with mixers that name them; missing ones default to single-process cores. The decoder
+        holds the experts that its ``dispatcher`` assigns to this rank; without one, all.
         """
         super().__init__()
         self.config = config
@@ -84,7 +84,7 @@ class Decoder(nn.Module):
         self.encoder: Stack | None = None
         if config.encoder_layers:
             self.encoder = Stack(encoder_of(config), owns_table=False)
-        self.joined_sources: tuple[list[EncodedSource], EncodedSource] | None = None  # of several cached sequences
+        self.joined_sources: tuple[list[EncodedSource], EncodedSource] | None = None  # cached for several sequences
         self.lm_head = LMHead(config, execution.products, run_with(execution.compiler))
         self.pair_head: Any = None
         if config.pair_head != "none":
@@ -98,10 +98,10 @@ class Decoder(nn.Module):
         _initialize(self, seed)
 
     def logical_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the full tensor of parameter ``name``, of which a part of this shape is here."""
+        """Return the full tensor's shape for parameter ``name``, given this rank's shape."""
         return (self.config.num_experts, *shape[1:]) if is_expert_weight(name) else tuple(shape)
 
-    @outside_graphs  # parts of it are compiled by ``Regions``; it plans by numbers that no graph may hold
+    @outside_graphs  # ``Regions`` compiles its parts; planning uses numbers that no graph may hold
     def forward(
         self,
         tokens_Bt: Tensor,
@@ -120,17 +120,21 @@ class Decoder(nn.Module):
         segments: Tensor | None = None,
         ahead: Sequence[Tensor] = (),
     ) -> Any:
-        """Return hidden states [B, t, M]; with ``return_stats`` also ``RouterStats`` of each layer (none if dense).
+        """Compute hidden states [B, t, M]; with ``return_stats`` also ``RouterStats`` for each expert layer.
 
-        ``cu_seqlens`` are the global document boundaries; None makes every row one document. ``document_ids`` [B, t]
-        is the document of each token among them, negative for padding; it may be left out if these tokens are all of
-        ``cu_seqlens``. ``row_tokens`` is the length of rows laid end to end in these (an expert's capacity is one of a
-        row); 0 if none were. ``placement`` is the location of the sequence's tokens. Without a ``training_pass``
-        nothing is random. With a ``cache`` the tokens continue its sequences: those of ``chunk``, by default a chunk
-        that every process has in full. A ``stream``'s handle stands for the hidden states. ``source`` is the result of
-        ``encode``, for a model with an encoder. ``segments`` [B, t] are those of the tokens in their documents; None is
-        the first for all. ``ahead`` [B, t] are the tokens that follow, a token further for each block of multi-token
-        prediction: then a list of ``HeadInput`` stands for the hidden states.
+        * ``cu_seqlens``: global document boundaries; None makes every row one document.
+        * ``document_ids`` [B, t]: each token's document in ``cu_seqlens``, negative for padding. It may be omitted if
+          these are all tokens of ``cu_seqlens``.
+        * ``row_tokens``: length of rows that were laid end to end, since expert capacity is per row; 0 if they were
+          not.
+        * ``placement``: location of the sequence's tokens.
+        * ``training_pass``: seed and token indices; without it the pass is deterministic.
+        * ``cache``: past tokens that these continue, as ``chunk``; by default a chunk that every process has in full.
+        * ``stream``: residual stream; its handle is returned instead of hidden states.
+        * ``source``: result of ``encode``, for a model with an encoder.
+        * ``segments`` [B, t]: each token's segment in its document; None means the first for all.
+        * ``ahead`` [B, t] each: the following tokens, one token further per MTP block. A list of ``HeadInput`` is then
+          returned instead of hidden states.
         """
         source = _source_of(self, cache, source)
         hidden_BtM, stats = _through(
@@ -157,9 +161,9 @@ class Decoder(nn.Module):
     def encode(
         self, source: Stream, training_pass: TrainingPass | None = None, *, keeps_keys: bool = False
     ) -> EncodedSource:
-        """Return the encoder's hidden states of a source, which ``forward`` reads besides its own tokens.
+        """Encode a source; ``forward`` reads the resulting hidden states in cross attention.
 
-        With ``keeps_keys`` layers keep the keys and values that they make from them, for a generation's later tokens.
+        With ``keeps_keys`` layers cache the keys and values that they project from it, for a generation's later tokens.
         """
         if self.encoder is None:
             raise ConfigError("the model has no encoder (model.encoder_layers=0), and a source was given.")
@@ -175,15 +179,15 @@ class Decoder(nn.Module):
         return EncodedSource(hidden_BsM, source.documents, source.placement, keys={} if keeps_keys else None)
 
     def new_cache(self) -> KVCache:
-        """Return an empty cache, on this process or on those that share its sequences: the softmax core's, for all."""
+        """Return an empty cache for this process or those that share its sequences, which serves all mixers."""
         return self.cores["softmax"].new_cache()
 
     def new_caches(self, most: int) -> Callable[[], KVCache]:
-        """Return a function that makes empty caches, of which at most ``most`` are in use together."""
+        """Return a factory for empty caches; at most ``most`` are in use at a time."""
         return self.cores["softmax"].new_caches(most)
 
     def logits(self, hidden_BtM: Tensor) -> Tensor:
-        """Return next-token logits [B, t, V] in the model's dtype."""
+        """Compute next-token logits [B, t, V] in the model's dtype."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens)
 
     def loss_sums(
@@ -197,32 +201,32 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return Σ objective (with gradient) and Σ negative log-likelihood (without) in float32.
 
-        Logits of all tokens never exist at once. With a ``stream`` its handle, which ``forward`` returned, stands for
-        the hidden states, and its last ``norm`` is applied here, by default the model's. The objective of a target is
-        its negative log-likelihood with smoothed labels plus the z-loss; ``options`` are the two of ``LossOptions``.
+        Logits for all tokens never exist at once. With a ``stream`` its handle from ``forward`` replaces the hidden
+        states, and its last ``norm``, by default the model's, is applied here. A target's objective is its
+        label-smoothed negative log-likelihood plus the z-loss; ``options`` are the two in ``LossOptions``.
         """
         by_chunks = None if stream is None else partial(chunked_loss_sums, stream, _before_head(self, norm))
         table = self.model.embed_tokens
         return self.lm_head(hidden_BtM, table=table, targets_Bt=targets_Bt, by_chunks=by_chunks, **options)
 
     def token_nll(self, hidden_BtM: Tensor, targets_Bt: Tensor) -> Tensor:
-        """Return each token's negative log-likelihood [B, t], float32, without gradient; 0 if the target is ignored."""
+        """Compute each token's negative log-likelihood [B, t], float32, without gradient; 0 for ignored targets."""
         return self.lm_head(hidden_BtM, table=self.model.embed_tokens, targets_Bt=targets_Bt, per_token=True)
 
 
 def described(stream: Stream) -> dict[str, Any]:
-    """Return the arguments of ``Decoder.forward`` that describe a stream, except ids, positions and documents."""
+    """Return the ``Decoder.forward`` arguments that describe a stream, except ids, positions and documents."""
     names = ("document_ids", "row_tokens", "placement", "segments")
     return {name: getattr(stream, name) for name in names}
 
 
 def selection_biases(decoder: Decoder) -> list[Tensor]:
-    """Return the buffers [E] that routers add to choose experts, one per layer of experts; empty if there are none."""
+    """Return the buffers [E] that routers add to choose experts, one per expert layer if the model has them."""
     return [buffer for name, buffer in decoder.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def _source_of(decoder: Decoder, cache: PassCache | None, given: EncodedSource | None) -> EncodedSource | None:
-    """Return the source that the tokens of a pass read: their cache's, or the given one.
+    """Return the source that a pass reads: its cache's, or the given one.
 
     Raise ConfigError for a source without an encoder, and for an encoder without a source.
     """
@@ -239,10 +243,10 @@ def _source_of(decoder: Decoder, cache: PassCache | None, given: EncodedSource |
 
 
 def _cached_source(decoder: Decoder, cache: PassCache) -> EncodedSource | None:
-    """Return the source of a cache's sequences; several are joined once, until a sequence enters or leaves."""
+    """Return the source for a cache's sequences; join several once, until a sequence enters or leaves."""
     if not isinstance(cache, SequencesCache):
         return cache.source
-    # Beams of one sequence share a source.
+    # A sequence's beams share one source.
     different = [source for _, (source, *_) in groupby(cache.sources, key=id) if source is not None]
     if not different:
         return None
@@ -252,6 +256,10 @@ def _cached_source(decoder: Decoder, cache: PassCache) -> EncodedSource | None:
     return known[1]
 
 
+# One pass through a stack, in a fixed order. Plans come first: ranks compare them before any layer computes, so a
+# mismatch fails at once instead of hanging in a collective. Positions and document ids follow, then everything random,
+# which hashes token indices; all of it is built once and shared by every layer, so that recomputation reads the same
+# values.
 def _through(
     decoder: Decoder,
     stack: Stack,
@@ -271,7 +279,7 @@ def _through(
     segments: Tensor | None = None,
     ahead: Sequence[Tensor] = (),
 ) -> tuple[Any, list[RouterStats]]:
-    """Run tokens through one stack; return hidden states, or their stand-in, and the routers' statistics if wanted."""
+    """Run tokens through one stack; return hidden states or their stand-in, and router statistics if requested."""
     config = stack.config
     new_tokens, given = chunk, stream
     if cache is not None and chunk is None:
@@ -282,7 +290,7 @@ def _through(
         stream = new_stream(decoder.execution, tokens_Bt)
     head_groups = 1 if stream is None else stream.head_groups
     cores = _cores_of(decoder, config, new_tokens)
-    # Ranks agree on their plans before the first layer computes: a difference fails at once, not in a collective.
+    # Collective if ranks must agree on their plans.
     dtype = decoder.model.embed_tokens.weight.dtype
     documents, plans = plan_layers(
         config, cores, cu_seqlens, tokens_Bt, dtype, placement=placement, chunk=new_tokens, head_groups=head_groups
@@ -291,11 +299,11 @@ def _through(
     positions_Bt, longest = place(config, documents, positions_Bt, document_ids, cache, chunk)
     if training_pass.replay is not None:
         training_pass.replay.check(config, positions_Bt.numel())
-    # Both break a compiled graph, so they are made only if they are read.
+    # Both break a compiled graph, so they are built only if they are read.
     if document_ids is None and (return_stats or is_random(config, training_pass)):
         document_ids = document_ids_of(documents, tokens_Bt)
     random = build_random(config, training_pass, documents, positions_Bt, document_ids, row_tokens=row_tokens)
-    # Statistics of routers cost a pass over their scores: without documents to count for, none are made.
+    # Router statistics cost a pass over the scores, so they are computed on request only.
     counted_Bt = document_ids if return_stats else None
     scores, tables = stack.scores(tokens_Bt.device), stack.tables(positions_Bt, longest, dtype)
     experts = _build_moe_call(decoder, training_pass, random, documents.num_documents, counted_Bt, new_tokens)
@@ -313,6 +321,7 @@ def _through(
         cross=cross,
     )
     calls = PassCalls(tables, {mixer: call(core=cores[mixer], plan=plan) for mixer, plan in plans.items()})
+    # An encoder has no token table and reads the decoder's.
     hidden_BtM = stack(
         tokens_Bt,
         positions_Bt,
@@ -322,6 +331,7 @@ def _through(
         segments_Bt=segments,
         embed_tokens=None if stack is decoder.model else decoder.model.embed_tokens,
     )
+    # A stream from the caller stays open: its head applies the last norm chunk by chunk.
     if stream is not None and given is None:
         hidden_BtM = stack.last_norm(stream.leave(hidden_BtM))
     if cache is not None and new_tokens is not None:
@@ -333,12 +343,12 @@ def _through(
 def _look_ahead(
     stack: Stack, hidden_BtM: Tensor, stream: ResidualStream | None, ahead: Sequence[Tensor], calls: PassCalls
 ) -> Any:
-    """Return the head's input: hidden states, or with ``ahead`` a ``HeadInput`` of the last layer and of each block."""
+    """Build the head's input: hidden states, or with ``ahead`` ``HeadInput`` for the last layer and each MTP block."""
     if not ahead:
         return hidden_BtM
 
     def run_block(number: int, x_BtM: Tensor, stream: ResidualStream | None) -> Tensor:
-        # Each of these blocks has a residual stream of its own.
+        # Each MTP block has its own residual stream.
         by_chunks = None if stream is None else partial(chunked_layer, stream)
         of_mixer = {mixer: replace(call, by_chunks=by_chunks) for mixer, call in calls.of_mixer.items()}
         return stack.run_layer(stack.config.num_layers + number, x_BtM, replace(calls, of_mixer=of_mixer))
@@ -365,7 +375,7 @@ def _cross_call(
     cache: PassCache | None,
     chunk: TokenChunk | None,
 ) -> CrossCall | None:
-    """Return the call of a pass's cross attention; None without a source."""
+    """Build the pass's cross attention arguments, if it has a source."""
     if source is None:
         return None
     core = decoder.cores[CROSS]
@@ -377,7 +387,7 @@ def _cross_call(
 
 
 def _given_each(cache: PassCache, chunk: TokenChunk) -> list[int]:
-    """Return the number of tokens here, for each source, of the sequences that a chunk continues."""
+    """Count this process's tokens per source, over the sequences that a chunk continues."""
     if not isinstance(cache, SequencesCache):
         return [chunk.num_given]
     each = zip(cache.sources, chunk.sequences, strict=True)
@@ -385,7 +395,7 @@ def _given_each(cache: PassCache, chunk: TokenChunk) -> list[int]:
 
 
 def _cores_of(decoder: Decoder, config: ModelConfig, chunk: TokenChunk | None) -> dict[Mixer, PassCore]:
-    """Return the core of each mixer of a stack."""
+    """Return the core for each mixer in a stack."""
     cores = {mixer: decoder.cores[mixer.core] for mixer in mixers_of(config)}
     if chunk is not None and chunk.sequences:
         return {mixer: SequencesCore(core, chunk.sequences) for mixer, core in cores.items()}
@@ -393,8 +403,8 @@ def _cores_of(decoder: Decoder, config: ModelConfig, chunk: TokenChunk | None) -
 
 
 def _run_of(decoder: Decoder, cache: PassCache | None) -> Run:
-    """Return the caller of blocks' parts: compiled in training only."""
-    # evaluation has other lengths, generation few tokens
+    """Return the function that calls blocks' parts: compiled in training only."""
+    # Evaluation has other lengths and generation few tokens: compiling would not pay off.
     if cache is not None or not torch.is_grad_enabled():
         return call_function
     return decoder.lm_head.run
@@ -407,13 +417,13 @@ def _host_store(
     tables: Sequence[RotaryTable | None],
     source: EncodedSource | None,
 ) -> HostStore | None:
-    """Return the store of the tensors that a stack's layers save for backward; None is the device."""
+    """Build the host store for tensors that layers save for backward; None keeps them on the device."""
     if decoder.execution.store != "host" or not torch.is_grad_enabled():
         return None
     shared = [x for table in tables if table is not None for x in table.tensors()]
     if source is not None:
         shared.append(source.hidden_BsM)
-    # A tensor of less than a byte per token does not grow with the row: moving it costs more than keeping it.
+    # A tensor under one byte per token does not grow with the row: moving it costs more than keeping it.
     return HostStore(Copies(tokens_Bt.device), config.depth, least_bytes=tokens_Bt.numel(), shared=shared)
 
 
@@ -425,13 +435,13 @@ def _build_moe_call(
     counted_Bt: Tensor | None,
     chunk: TokenChunk | None,
 ) -> MoECall:
-    """Build the call of all layers of experts; ``counted_Bt`` are the documents that statistics are made for."""
+    """Build the arguments for all expert layers; ``counted_Bt`` holds the documents to compute statistics for."""
     execution, dispatcher = decoder.execution, decoder.dispatcher
     if chunk is not None and chunk.is_replicated:
         dispatcher = dispatcher.of_replicated()
     recompute = execution.recompute_experts
     if not torch.is_grad_enabled():
-        recompute = "all"  # nothing is saved for a backward pass
+        recompute = "all"  # without backward, experts save no activations
     return MoECall(
         ExpertRun(
             dispatcher,
@@ -453,7 +463,7 @@ def external_parameters(decoder: Decoder) -> list[tuple[nn.Module, nn.Parameter]
     if decoder.config.tie_embeddings:
         table: Any = decoder.model.embed_tokens.weight
         external.append((decoder.lm_head, table))
-    # By chunks the head applies the last norm, and its own modules are called once per chunk.
+    # By chunks the head applies the last norm, and calls its own modules once per chunk.
     if decoder.execution.chunk_tokens:
         norms = [norm for norm in (decoder.model.norm,) if norm is not None]
         norms.extend(block.norm for block in decoder.model.mtp)
@@ -461,7 +471,7 @@ def external_parameters(decoder: Decoder) -> list[tuple[nn.Module, nn.Parameter]
         if decoder.lm_head.transform is not None:
             parts.append(decoder.lm_head.transform)
         external.extend((decoder.lm_head, p) for part in parts for p in part.parameters())
-        # The join before a block that looks further ahead applies the norm before it.
+        # The join before an MTP block applies the preceding norm.
         for norm, block in zip(norms, decoder.model.mtp, strict=False):
             external.extend((block.join, p) for p in norm.parameters())
     return external
@@ -472,7 +482,7 @@ def _initialize(decoder: Decoder, seed: int) -> None:
     for name, parameter in decoder.named_parameters():
         if parameter.is_meta:
             continue
-        # Only this rank's experts are drawn: a weight has the same values on any number of expert ranks.
+        # Generate only this rank's experts, at their offset: values do not depend on the number of expert ranks.
         whole = torch.Size(decoder.logical_shape(name, parameter.shape)).numel()
         initial, first = InitialTensor(name, whole, decoder.config, seed), 0
         if whole != parameter.numel():

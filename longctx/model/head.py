@@ -1,4 +1,4 @@
-"""The output head: logits, or the loss without ever holding all of them.
+"""Output head: logits, or the loss without ever holding all logits.
 
 Axes: B rows, t tokens of this rank, M model width, V vocabulary.
 """
@@ -30,16 +30,17 @@ from longctx.model.layers.norms import build_norm
 
 
 class HeadCalls(NamedTuple):
-    """Functions of a head, with all arguments bound that do not depend on the tokens."""
+    """A head's functions, with all token-independent arguments bound."""
 
     loss: Callable[..., SumsAndGradients]
-    """``sums_and_gradients`` of (hidden_NM, targets_N=, wanted=, dweight_VM=, dbias_V=, with_softmax=)."""
+    """``sums_and_gradients``, called with (hidden_NM, targets_N=, wanted=, dweight_VM=, dbias_V=, with_softmax=)."""
     gradient: Callable[..., Tensor]
-    """``gradient_of_rows`` of (hidden_NM, weight_vM, targets_N, softmax_2N, rows, vocab_size, dweight_vM=)."""
+    """``gradient_of_rows``, called with (hidden_NM, weight_vM, targets_N, softmax_2N, rows, vocab_size, dweight_vM=).
+    """
 
 
 LossByChunks = Callable[[Tensor, Tensor, Tensor | None, Tensor, HeadCalls], tuple[Tensor, Tensor]]
-"""``loss_sums`` from a handle, the output matrix, its bias, the targets and what computes with these."""
+"""``loss_sums`` from a stream's handle, the output matrix, its bias, the targets and the head's functions."""
 
 
 class HeadTransform(nn.Module):
@@ -58,14 +59,14 @@ class HeadTransform(nn.Module):
 class LMHead(nn.Module):
     """Output head. Only its forward reads the output matrix, since ZeRO-3 gathers a weight for its reader only.
 
-    A tied head owns no weight. It is given the embedding *module* and reads the table inside its forward, after
-    ZeRO-3 has gathered the parameters that ``external_parameters`` registered.
+    A tied head owns no weight. It receives the embedding *module* and reads the table inside its forward, after ZeRO-3
+    has gathered the parameters that ``external_parameters`` registered.
     """
 
     def __init__(self, config: ModelConfig, products: Products, run: Run = call_function) -> None:
         """Build the head.
 
-        ``products`` says how a CPU multiplies bfloat16, ``run`` how a training loss is computed (``loss_sums``).
+        ``products`` selects the bfloat16 matmul on a CPU, ``run`` how a training loss is computed (``loss_sums``).
         """
         super().__init__()
         self.products: Products = products
@@ -76,7 +77,7 @@ class LMHead(nn.Module):
             weight = nn.Parameter(torch.empty(config.vocab_size, config.embedding_dim))
         if config.head_bias:
             bias = nn.Parameter(torch.empty(config.vocab_size))
-        # Registered also as None, so that forward reads one name and a state dict has the key only if it is owned.
+        # Registered even if None: forward reads one name, and a state dict has the key only if the head owns it.
         self.weight: nn.Parameter | None
         self.bias: nn.Parameter | None
         self.register_parameter("weight", weight)
@@ -96,9 +97,10 @@ class LMHead(nn.Module):
         label_smoothing: float = 0.0,
         by_chunks: LossByChunks | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits [B, t, V]; with targets the pair of ``loss_sums``, or ``per_token`` the NLL of each [B, t].
+        """Compute logits [B, t, V]; with targets the pair from ``loss_sums``, or with ``per_token`` each token's NLL
+        [B, t].
 
-        With ``by_chunks`` its handle stands for the hidden states.
+        With ``by_chunks`` a stream's handle replaces the hidden states.
         """
         weight_VM: Tensor = table.weight
         if self.weight is not None:
@@ -129,7 +131,7 @@ class LMHead(nn.Module):
 
     def _logits(self, hidden_BtM: Tensor, weight_VM: Tensor) -> Tensor:
         bias_V = self.bias
-        # The narrow side is scaled: hidden states have M channels, logits V.
+        # Scale the narrow side: hidden states have M channels, logits V.
         if self.scale != 1:
             hidden_BtM = hidden_BtM * self.scale
             if bias_V is not None:

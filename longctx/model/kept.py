@@ -1,8 +1,4 @@
-"""Tensors of a layer that survive from forward to backward, on the device or in the host's memory.
-
-``HostStore`` moves tensors to the host as layers save them, and back one layer before backward comes to them. On a GPU
-the host waits for none of the copies (``longctx.model.copies``), and a layer's computation hides its neighbour's.
-"""
+"""Activation offload: tensors that survive from a layer's forward to its backward, on the device or on the host."""
 
 from __future__ import annotations
 
@@ -19,31 +15,35 @@ from torch.autograd.graph import saved_tensors_hooks
 from longctx.model.copies import Copies, FromHost, HostTensor, Mark
 
 Keep = Literal["all", "attention", "inputs"]
-"""What survives: everything that backward reads; layers' inputs and the results of attention; inputs alone. Of a layer
-of experts the last two keep their ids as well, and the second its output where a norm reads it."""
+"""Tensors that survive: all that backward reads; layer inputs and attention results; or inputs alone. In an expert
+layer the last two also keep expert ids, and "attention" keeps the output if a norm reads it."""
 Store = Literal["device", "host", "disk"]
-"""Where that lives until backward; a disk with chunks of tokens alone."""
+"""Where they stay until backward; "disk" only with token chunks."""
 
 
+# Offload with one layer of lookahead. Forward copies a layer's saved tensors to host memory while the next layer
+# computes, then frees their device memory. Backward starts the copies for the layer below as soon as it reaches a
+# layer. So each layer's computation hides its neighbour's copies, and the device holds about two layers' tensors. On a
+# GPU only the device waits for copies, never the host (``longctx.model.copies``).
 class HostStore:
-    """Store in the host's memory of the tensors that the layers of one forward pass save for backward.
+    """Host memory for tensors that layers save for backward in one forward pass.
 
-    The last layer's stay on the device: backward needs them at once. So do tensors that several layers share, and
-    weights. Equal bits come back, with equal strides: full storages are moved, and one that a layer saves twice is
-    moved once.
+    The last layer's tensors stay on the device, since backward needs them at once; so do weights and tensors that
+    several layers share. Tensors return with equal bits and strides: full storages are moved, and one that a layer
+    saves twice is moved once.
     """
 
     def __init__(self, copies: Copies, num_layers: int, *, least_bytes: int, shared: Sequence[Tensor] = ()) -> None:
-        """Create the store; storages of fewer than ``least_bytes`` and of ``shared`` tensors stay on the device."""
+        """Create the store; storages under ``least_bytes`` and ``shared`` tensors stay on the device."""
         self._copies, self._last, self._least_bytes = copies, num_layers - 1, least_bytes
         self._shared = {x.untyped_storage()._cdata for x in shared}
         self._layer: _Layer | None = None
-        """The one whose forward pass is under way."""
+        """The layer now in its forward pass."""
         self._newest: _Layer | None = None
 
     @contextmanager
     def layer(self, number: int) -> Iterator[None]:
-        """Move tensors that autograd saves in a layer's forward pass, or that are ``put`` in it, to the host."""
+        """Move tensors that autograd saves in a layer's forward pass, or that are ``put`` during it, to the host."""
         earlier = self._newest
         layer = _Layer(self._copies, earlier, stays=number == self._last)
         self._layer = self._newest = layer
@@ -52,13 +52,13 @@ class HostStore:
                 yield
         finally:
             self._layer = None
-            # Its copies had the time of this layer's computation. The computation waits for them here, which bounds the
-            # memory on its way: if it were free "once it is copied", that would be when the host asks, far too early.
+            # The previous layer's copies overlapped this layer's computation. The device waits for them here, which
+            # bounds memory in flight; the host runs ahead and would ask for completion far too early.
             if earlier is not None:
                 earlier.release()
 
     def put(self, x: Tensor) -> Any:
-        """Move x, which has no history; return an object for ``on_device``, or x itself if it is not moved."""
+        """Move x, which has no history; return an object for ``on_device``, or x itself if it stays."""
         if self._layer is None or not self._moves(x):
             return x
         return self._layer.put(x)
@@ -67,9 +67,9 @@ class HostStore:
         # The parameter itself: ZeRO-3 frees a gathered weight by emptying it, and gathers it again for backward.
         if isinstance(x, nn.Parameter):
             return x
-        # Without history: a node that saves its own result would otherwise hold itself.
+        # Detached: a node that saves its own result would otherwise hold itself.
         detached = x.detach()
-        # A transposed weight, as a product saves it. Only x itself knows its base.
+        # A matmul saves a transposed weight as a view; only x itself knows its base.
         if isinstance(x._base, nn.Parameter):
             return detached
         return self.put(detached)
@@ -82,19 +82,19 @@ class HostStore:
 
 
 def on_device(x: Any) -> Tensor:
-    """Return the tensor that was given to ``HostStore.put``, or that autograd saved."""
+    """Return the tensor that was passed to ``HostStore.put`` or saved by autograd."""
     if isinstance(x, Tensor):
         return x
     return x.on_device()
 
 
 class _Layer:
-    """Tensors that one layer has moved to the host."""
+    """One layer's tensors on the host."""
 
     def __init__(self, copies: Copies, earlier: _Layer | None, *, stays: bool) -> None:
         self.copies, self.earlier, self._stays = copies, earlier, stays
         self._copied: Mark = None
-        """Marks that all of it has left the device."""
+        """Mark after the last copy to the host."""
         self._fetched = False
         self._storages: list[weakref.ref[_Storage]] = []
         # Until release: device memory that is being copied, and its copy.
@@ -104,10 +104,10 @@ class _Layer:
         if self._stays:
             return _Stayed(self, x)
         storage = x.untyped_storage()
-        # The version too: a storage that is written to between two saves is two storages.
+        # The key has the version too: a storage that is written between two saves counts as two.
         key = (storage._cdata, x._version, x.dtype)
         if key not in self._leaving:
-            # As HostTensor has it: one row.
+            # HostTensor expects rows: here a single one.
             whole = x.as_strided((1, storage.nbytes() // x.itemsize), (1, 1), 0)
             moved = _Storage(self, HostTensor(self.copies, whole.shape, whole.dtype))
             self._copied = moved.host.write(slice(0, whole.shape[1]), whole)
@@ -118,12 +118,12 @@ class _Layer:
         return _Moved(moved, x.shape, x.stride(), int(x.storage_offset()))
 
     def release(self) -> None:
-        """Release the device memory, once it is copied."""
+        """Release the device memory once it is copied."""
         self.copies.wait(self._copied)
         self._leaving.clear()
 
     def fetch(self) -> None:
-        """Start to bring back the tensors that backward still needs."""
+        """Start to fetch the tensors that backward still needs."""
         if self._fetched:
             return
         self._fetched = True
@@ -133,20 +133,20 @@ class _Layer:
                 moved.fetch()
 
     def reached(self) -> None:
-        """Start to bring back this layer's tensors, which backward has reached, and its neighbour's."""
+        """Start to fetch this layer's tensors, which backward has reached, and the previous layer's."""
         self.fetch()
-        # One layer ahead of its need: this layer's backward hides the copies.
+        # Prefetched one layer early: this layer's backward hides the copies.
         if self.earlier is not None:
             self.earlier.fetch()
 
 
 class _Storage:
-    """One storage in the host's memory, and on the device while backward reads it."""
+    """One storage in host memory, and on the device while backward reads it."""
 
     def __init__(self, layer: _Layer, host: HostTensor) -> None:
         self._layer, self.host = layer, host
         self.parts = 0
-        """Saved tensors that lie in it."""
+        """Number of saved tensors that view it."""
         self._device: FromHost | None = None
         self._taken = 0
 
@@ -154,9 +154,9 @@ class _Storage:
         self._device = self.host.whole()
 
     def take(self) -> Tensor:
-        """Return the storage on the device. With the last of its parts this object releases it."""
+        """Return the storage on the device; taking its last part releases it."""
         self._layer.reached()
-        if self._device is None:  # backward comes a second time
+        if self._device is None:  # a second backward pass
             self.fetch()
         assert self._device is not None
         whole = self._device.wait()
@@ -181,7 +181,7 @@ class _Moved:
 
 @dataclass(frozen=True, eq=False)
 class _Stayed:
-    """Saved tensor of the last layer."""
+    """Saved tensor from the last layer."""
 
     layer: _Layer
     tensor: Tensor

@@ -1,11 +1,10 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437 §2.2): blocks behind the last layer that look further ahead.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437 §2.2): blocks after the last layer that predict further tokens.
 
-    h⁰ = hidden states behind the last norm
+    h⁰ = hidden states after the last norm
     hᵏ = norm_k(block_k(W_k [norm(embedding of token i + k); norm(hᵏ⁻¹)]))        k = 1 … mtp_layers
     the head's logits of hᵏ at token i predict token i + k + 1
 
-They read the model's table of tokens and its head, and are part of training only: no validation, evaluation or
-generation computes them.
+They share the model's token table and head, and run in training only: validation, evaluation and generation skip them.
 
 Axes: B rows, t tokens of this rank, M model width.
 """
@@ -26,21 +25,21 @@ from longctx.model.layers.linear import Linear
 from longctx.model.layers.norms import build_norm
 
 RunBlock = Callable[[int, Tensor, ResidualStream | None], Tensor]
-"""The output of the block of a number, from values, or from the handle of a residual stream."""
+"""Runs the block with this number on values, or on a residual stream's handle."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadInput:
-    """Input of the head: from the last layer, or from a block that looks further ahead."""
+    """Input to the head, from the last layer or from an MTP block."""
 
     hidden_BtM: Tensor
-    """Hidden states behind the last norm; of a ``stream`` its handle, and the norm is the head's to apply."""
+    """Hidden states after the last norm; with a ``stream`` its handle, and the head applies the norm."""
     stream: ResidualStream | None
     norm: nn.Module | None
 
 
 class MtpJoin(nn.Module):
-    """Module before such a block, which joins hidden states behind a last norm and the next token's embedding."""
+    """Module before an MTP block: joins normed hidden states and the next token's embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -49,18 +48,18 @@ class MtpJoin(nn.Module):
         self.eh_proj = Linear(2 * M, M, bias=False)
 
     def forward(self, before: HeadInput, embedded_BtM: Tensor, stream: ResidualStream | None) -> tuple[Tensor, Tensor]:
-        """Return the head's hidden states and the block's input, with which its ``stream`` begins if it has one."""
-        # Without chunks autograd sums the gradients of the head and the block.
+        """Return the head's hidden states and the block's input, which starts its ``stream`` if it has one."""
+        # Without chunks autograd sums the head's and the block's gradients.
         if before.stream is None or stream is None:
             return before.hidden_BtM, self.join(before.hidden_BtM, embedded_BtM)
-        # Head and block continue from one residual stream. With ZeRO-3, full weights exist only in this forward.
+        # Head and block continue from one residual stream. Under ZeRO-3 full weights exist only in this forward.
         weights = [weight for module in (self, before.norm) if module is not None for weight in module.parameters()]
         return branch_off(
             before.stream, stream, before.hidden_BtM, embedded_BtM, norm=before.norm, join=self.join, weights=weights
         )
 
     def join(self, hidden_BtM: Tensor, embedded_BtM: Tensor) -> Tensor:
-        """Return the block's input."""
+        """Project the normed embedding and hidden states to the block's input."""
         return self.eh_proj(torch.cat((self.enorm(embedded_BtM), self.hnorm(hidden_BtM)), -1))
 
 
@@ -76,17 +75,16 @@ class MtpBlock(nn.Module):
 def look_ahead(
     first: HeadInput, blocks: Sequence[MtpBlock], embedded: Sequence[Tensor], run_block: RunBlock
 ) -> list[HeadInput]:
-    """Run the blocks, each behind the one before it, the first behind the last layer.
+    """Run the MTP blocks in order, the first after the last layer; return the head's inputs, including ``first``.
 
-    ``embedded`` [B, t, M] are the rows of the table of the tokens that follow, one token further for each block.
-    Return the inputs of the head, including ``first``.
+    ``embedded`` [B, t, M] holds table rows for the following tokens, one token further for each block.
     """
     found = [first]
     for number, (block, embedded_BtM) in enumerate(zip(blocks, embedded, strict=True)):
         before, stream = found[-1], None
         if before.stream is not None:
             stream = before.stream.branch()
-        # The block reads the head's input: with chunks before the norm, which the join applies.
+        # The block reads the head's input; by chunks that is before the norm, which the join applies.
         hidden_BtM, x_BtM = block.join(before, embedded_BtM, stream)
         found[-1] = replace(before, hidden_BtM=hidden_BtM)
         x_BtM = run_block(number, x_BtM, stream)

@@ -1,4 +1,4 @@
-"""``PairHead``: classifies a document's two segments from its first token (BERT's pooler and its classifier).
+"""PairHead: classifies a document's two segments from its first token (BERT's pooler and classifier).
 
 Axes: F first tokens, M model width.
 """
@@ -13,7 +13,7 @@ from longctx.model.layers.linear import Linear
 
 
 class PairHead(nn.Module):
-    """Projection, tanh and two logits: that the segments belong together as they are, and that they do not."""
+    """Projection, tanh and two logits: the segments belong together as they are, or they do not."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -21,5 +21,5 @@ class PairHead(nn.Module):
         self.out = Linear(config.hidden_size, 2)
 
     def forward(self, hidden_FM: Tensor) -> Tensor:
-        """Return logits [F, 2], of "together" and "not": the order of BERT's and ALBERT's labels 0 and 1."""
+        """Compute logits [F, 2] for "together" and "not", ordered like BERT's and ALBERT's labels 0 and 1."""
         return self.out(torch.tanh(self.dense(hidden_FM)))

@@ -1,4 +1,4 @@
-"""Plans of a forward pass, made before its first layer: the work of the layers of each mixer, and positions."""
+"""Plans for a forward pass, made before its first layer: attention work per mixer, and positions."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def plan_layers(
     chunk: TokenChunk | None = None,
     head_groups: int = 1,
 ) -> tuple[PackedDocuments, dict[Mixer, Plan]]:
-    """Return the batch's documents, and a plan for each mixer of the model, by its core.
+    """Return the batch's documents, and each mixer's plan by its core.
 
-    ``cu_seqlens`` None makes every row one document; ``dtype`` is that of queries and keys. Mixers are planned in the
-    order of the layers, so ranks that agree on their plans do so in one order. With several ``head_groups`` a plan is
-    that of one of them, since all are equal.
+    ``cu_seqlens=None`` makes every row one document; ``dtype`` is the queries' and keys'. Mixers are planned in layer
+    order, so that ranks agree on their plans in one order. With several ``head_groups`` a plan covers one group, since
+    all are equal.
     """
     if cu_seqlens is None:
         documents = PackedDocuments.of_rows(tokens_Bt.shape[0], tokens_Bt.shape[1])
@@ -51,7 +51,7 @@ def plan_layers(
             "model.causal=false: tokens see both sides, so none can be added to those that a cache has. Generation "
             "needs model.causal=true."
         )
-    # Once per mixer and not per layer: a plan is work on the CPU, and collective if ranks have to agree on it.
+    # One plan per mixer, not per layer: a plan is work on the CPU, and collective if ranks must agree on it.
     plans = {}
     for mixer in mixers_of(config):
         shapes = _shapes(mixer, config, tokens_Bt, dtype, chunk)
@@ -71,7 +71,7 @@ def cross_call(
     placement: Any,
     head_groups: int = 1,
 ) -> CrossCall:
-    """Plan the cross attention of all layers: document n of the batch reads the source's document n. Collective."""
+    """Plan cross attention for all layers: document n in the batch reads the source's document n. Collective."""
     scale, softcap = config.attention_scale or config.head_dim**-0.5, config.attention_softcap or None
     scores = Scores(scale=scale, softcap=softcap)
     shapes = AttentionShapes(
@@ -94,7 +94,7 @@ def cross_call(
 
 
 def _check_padding(own: PackedDocuments, theirs: PackedDocuments) -> None:
-    """Raise ConfigError if a document of one side would read padding of the other, as their numbers differ."""
+    """Raise ConfigError if a document on one side would read padding on the other, as their numbers differ."""
     if own.padding is None or theirs.padding is None:
         return
     for number in set(own.padding) ^ set(theirs.padding):
@@ -107,11 +107,11 @@ def _check_padding(own: PackedDocuments, theirs: PackedDocuments) -> None:
 
 
 def _equally_many(*sides: PackedDocuments) -> list[PackedDocuments]:
-    """Return the documents of both sides, with empty ones appended to the shorter: padding may be in several."""
+    """Append empty documents to the shorter side until both have equally many: padding may span several."""
     most = max(side.num_documents for side in sides)
     filled = []
     for side in sides:
-        # An empty document begins where it ends, and so do any number of them.
+        # An empty document starts where it ends, and so do any number of them.
         bounds = side.bounds + (side.num_tokens,) * (most - side.num_documents)
         filled.append(PackedDocuments(bounds, side.padding))
     return filled
@@ -120,12 +120,12 @@ def _equally_many(*sides: PackedDocuments) -> list[PackedDocuments]:
 def _shapes(
     mixer: Mixer, config: ModelConfig, tokens_Bt: Tensor, dtype: torch.dtype, chunk: TokenChunk | None
 ) -> AttentionShapes:
-    """Return the shapes of the tensors that ``project`` makes of these tokens, in all layers with this mixer."""
+    """Build the shapes that ``project`` produces for these tokens, in all layers with this mixer."""
     cached_tokens, later_tokens = None, 0
     if chunk is not None:
         cached_tokens, later_tokens = chunk.start, chunk.later_tokens
     heads = NETWORKS[mixer.name].heads(config, mixer, cached=cached_tokens is not None)
-    # The scores themselves are made later, on the device; a kernel is chosen only by the names of their rules.
+    # The scores are built later, on the device; kernel selection needs only the names of their rules.
     rules = []
     if config.attention_softcap:
         rules.append("softcap")
@@ -160,20 +160,20 @@ def place(
     cache: PassCache | None,
     chunk: TokenChunk | None,
 ) -> tuple[Tensor, int]:
-    """Return positions as the model reads them, and the length of the longest document; 0 if it is not needed.
+    """Return positions as the model reads them, and the longest document's length, or 0 if it is not needed.
 
-    That is the longest that is not padding, on any ranks. Raise ConfigError if a learned table is too short.
+    That document is the longest over all ranks, without padding. Raise ConfigError if a learned table is too short.
     """
     is_learned = config.position == "learned"
     if not is_learned and not (config.position == "rope" and config.rope.depends_on_length):
         return positions_Bt, 0
     if is_learned and document_ids is not None:
-        # Rows of padding may be longer than documents.
+        # Padding may be longer than any document, so its positions could exceed the table.
         positions_Bt = positions_Bt.masked_fill(document_ids < 0, 0)
     if cache is None:
         longest = _longest(documents, document_ids)
     elif chunk is None:
-        longest = int(positions_Bt.max()) + 1  # documents know only the newest tokens
+        longest = int(positions_Bt.max()) + 1  # documents cover only the newest tokens
     else:
         longest = chunk.sequence_tokens
     if is_learned:
@@ -188,9 +188,9 @@ def _longest(documents: PackedDocuments, document_ids: Tensor | None) -> int:
 
 
 def check_learned(positions_Bt: Tensor, longest: int, max_positions: int) -> None:
-    """Raise ConfigError if a learned table of ``max_positions`` rows has none for a token.
+    """Raise ConfigError if a learned table with ``max_positions`` rows is too short for a token.
 
-    ``longest`` is the length of the longest document, on any ranks, so that all ranks raise the same error. Positions
+    ``longest`` is the longest document's length over all ranks, so that all ranks raise the same error. Positions
     themselves are checked on the CPU only: on another device that would wait for earlier work.
     """
     needed = longest

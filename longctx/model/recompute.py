@@ -1,4 +1,4 @@
-"""``RecomputeCache``: results of a layer's first run, saved for its recomputation."""
+"""RecomputeCache: a layer's first-run results, saved for its recomputation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from longctx.errors import ConfigError
 from longctx.model.kept import HostStore, Keep, on_device
 
 _PARTS = {"attention": ("attention", "cross", "routing", "experts"), "inputs": ("routing",)}
-"""What each way to recompute saves of a layer beside its input. Tokens' experts are few bytes, and must be the same in
-both runs, however their scores are rounded."""
+"""Parts that each recompute mode saves in addition to a layer's input. Expert ids take few bytes, and must be equal in
+both runs however the scores are rounded."""
 
 
+# Selective activation checkpointing (Chen et al., arXiv 1604.06174; Korthikanti et al., arXiv 2205.05198).
+# Checkpointing runs a layer's forward a second time in backward. Attention, router and experts call ``load`` first: the
+# second run receives the first run's results, so that it repeats neither kernels nor communication. Invariant: the
+# first run saves each kept part once, and one backward pass takes it once.
 class RecomputeCache(AbstractContextManager):
     """Results that one layer computed or received, from its first run to its second.
 
-    They are attention's output and log-sum-exp, the tokens' experts and the experts' output. Activation checkpointing
-    runs a layer's forward a second time. Each part calls ``load`` first: in the second run it returns the results that
-    the first run saved, and neither kernel nor communication is needed again.
+    They are attention's output and log-sum-exp, the tokens' expert ids and the experts' output.
     """
 
     def __init__(
@@ -32,9 +34,9 @@ class RecomputeCache(AbstractContextManager):
     ) -> None:
         """Create an empty cache.
 
-        ``keep`` says which parts are saved, one of those that recompute. ``put`` stores a tensor and returns an object
+        ``keep`` selects the saved parts, among the modes that recompute. ``put`` stores a tensor and returns an object
         for ``on_device``; None keeps tensors on the device. With ``by_chunks`` the second run is a graph of its own,
-        and does not fill the first one's again.
+        and does not refill the first one's.
         """
         self._parts = _PARTS[keep]
         self._put = put
@@ -42,23 +44,23 @@ class RecomputeCache(AbstractContextManager):
         self._saved: dict[str, tuple[Any, ...]] = {}
         self._core = "attention"
         self.recomputing = False
-        """Whether the layer is being recomputed."""
+        """True while the layer is being recomputed."""
 
     def of_cross(self) -> RecomputeCache:
-        """Return the same cache for the run of the layer's second core, which reads a source."""
-        # Within one run of the layer, so that both agree on whether it is the second.
+        """Return a view of this cache for the layer's second core, which reads a source."""
+        # Made within one run of the layer, so both agree on whether it is the second.
         view = copy(self)
         view._core = "cross"
         return view
 
     def keeps(self, of: str) -> bool:
-        """Return whether a part of the layer is saved; the second run computes the others again."""
+        """Return whether a part's results are saved; the second run computes the others again."""
         return of in self._parts
 
     def load(self, of: str | None = None) -> tuple[Tensor, ...] | None:
-        """Return, and hand over, the first run's results of a part of the layer; None if they must be computed.
+        """Pop the first run's results for a part; return None if they must be computed.
 
-        Without a part's name it is the calling core's. Raise ConfigError if they were loaded before: the graph is
+        Without a part's name the calling core's is used. Raise ConfigError if they were popped before: the graph is
         differentiated a second time.
         """
         of = of or self._core
@@ -69,11 +71,11 @@ class RecomputeCache(AbstractContextManager):
                 f"recomputation keeps {of}'s results for one backward pass, and this is a second one through the "
                 "same graph. Run forward again, or set keep='all' to use retain_graph=True."
             )
-        # Handed over and not held: the graph of the second run frees the tensors as backward passes them.
+        # Popped, not held: the second run's graph frees the tensors as backward passes them.
         return tuple(on_device(x) for x in self._saved.pop(of))
 
     def save(self, *tensors: Tensor, of: str | None = None) -> None:
-        """Keep these results of a part of the layer for the second run, without history; ignore parts not kept."""
+        """Save a part's results for the second run, detached; ignore parts that are not kept."""
         of = of or self._core
         if not self.keeps(of) or self.recomputing:
             return
@@ -83,21 +85,21 @@ class RecomputeCache(AbstractContextManager):
         self._saved[of] = tuple(detached)
 
     def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Return the contexts of the first and of the second run, as ``checkpoint`` takes them from ``context_fn``."""
+        """Return contexts for the first and the second run, for ``checkpoint``'s ``context_fn``."""
         return nullcontext(), self
 
-    # May be entered again, so that a second backward meets ``load``'s own message.
+    # May be entered again, so that a second backward reaches ``load``'s own message.
     def __enter__(self) -> None:
         self.recomputing = True
 
     def __exit__(self, *_: object) -> None:
-        self.recomputing = False  # also when checkpoint cuts the run short, which it does by an exception
+        self.recomputing = False  # also after the exception by which checkpoint stops a run early
 
 
 def saved_values(x: Tensor, recompute_cache: RecomputeCache, *, of: str) -> Tensor:
     """Return x, and save its values in the first run.
 
-    In the second run return the saved values, with the history of its own x.
+    The second run returns the saved values with the history of its own x.
     """
     known = recompute_cache.load(of=of)
     if known is None:
@@ -124,10 +126,10 @@ def recomputed(
     """Return ``function(*args, recompute_cache)``; recompute it in backward.
 
     Only the arguments and the results in the recompute_cache survive until then. Under ``torch.compile`` it stays
-    outside of the graphs, as ``Decoder.forward`` does.
+    outside graphs, like ``Decoder.forward``.
     """
     recompute_cache = RecomputeCache(keep, store.put if store is not None else None)
-    # A layer draws no random numbers, so there is no generator state to carry to the second run.
+    # Layers use no random generator (dropout hashes token indices), so there is no state to restore.
     return checkpoint(
         function,
         *args,

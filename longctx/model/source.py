@@ -1,6 +1,6 @@
-"""``EncodedSource``: the source that cross attention reads, in addition to the tokens of the batch itself.
+"""EncodedSource: the source that cross attention reads, in addition to the batch's own tokens.
 
-Axes: B rows, s tokens of the source on this rank, M model width, K key/value heads, D head size.
+Axes: B rows, s source tokens on this rank, M model width, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from longctx.batch import PackedDocuments
 
 @dataclass(frozen=True, eq=False)
 class EncodedSource:
-    """Hidden states of a source behind the encoder: document n of the batch reads document n of these."""
+    """A source's hidden states after the encoder: document n in the batch reads document n here."""
 
     hidden_BsM: Tensor
     documents: PackedDocuments
     placement: Any = None
-    """Where the source's tokens live (``Batch.placement``)."""
+    """Location of the source's tokens (``Batch.placement``)."""
     keys: dict[int, tuple[Tensor, Tensor]] | None = None
-    """Keys and values [B, s, K, D] by layer, as layers make them: a generation's later tokens read the same ones. None
-    keeps none."""
+    """Each layer's keys and values [B, s, K, D], for a generation's later tokens to reuse; None disables this cache."""
 
 
 def joined(sources: Sequence[EncodedSource]) -> EncodedSource:
-    """Join several sources, document after document, with the keys that layers have made of them."""
+    """Join several sources, document after document, with the keys that layers have cached for them."""
     if len(sources) == 1:
         return sources[0]
     keys: dict[int, tuple[Tensor, Tensor]] = {}
-    # Sequences that entered together have no keys of their own: for these layers they are made again.
+    # Sequences that entered together have no separate keys, so a layer keeps keys only if every source has them.
     kept = [source.keys or {} for source in sources]
     for layer in set(kept[0]).intersection(*kept):
         of_layer = [keys_of[layer] for keys_of in kept]

@@ -1,4 +1,4 @@
-"""``Stack``: tokens in, hidden states out, under Hugging Face's parameter names.
+"""Stack: tokens in, hidden states out, under Hugging Face's parameter names.
 
 Axes: B rows, t tokens of this rank, M model width.
 """
@@ -31,22 +31,22 @@ from longctx.model.rotary import RotaryTable, sinusoid_table, sinusoidal_embeddi
 
 @dataclass(frozen=True, eq=False)
 class PassCalls:
-    """Arguments of a forward pass for the layers of a stack, and the statistics of their routers."""
+    """A forward pass's arguments for a stack's layers, and their router statistics."""
 
     tables: Sequence[RotaryTable | None]
-    """By rope, as ``Stack.tables`` makes them."""
+    """One per rope, from ``Stack.tables``."""
     of_mixer: Mapping[Mixer, Call]
     stats: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """The ``RouterStats.tensors`` of every expert layer that has run."""
+    """``RouterStats.tensors`` from every expert layer that has run."""
 
 
 class Stack(nn.Module):
-    """Embeddings, blocks and the last norm: the modules named ``model.*``, or of an encoder ``encoder.*``."""
+    """Embeddings, blocks and the last norm: the modules named ``model.*``, or ``encoder.*`` for an encoder."""
 
     def __init__(self, config: ModelConfig, experts: slice = slice(None), *, owns_table: bool = True) -> None:
-        """Build the stack with the weights of ``experts``, those of each layer that are here.
+        """Build the stack with the weights for ``experts``, this rank's slice in each layer.
 
-        Without a table of tokens of its own the stack is given another one's module.
+        A stack that owns no token table receives another stack's module in ``forward``.
         """
         super().__init__()
         self.config = config
@@ -71,7 +71,7 @@ class Stack(nn.Module):
         self.norm: nn.Module | None = None
         if config.norm_order != "post":
             self.norm = build_norm(config, config.hidden_size)
-        # Layers of one rope share their table; None stands for layers without rotary channels.
+        # Layers with one rope share a table; None means no rotary channels.
         self._specs = layer_specs(config)
         ropes = [(spec.rope, spec.rotary_size) for spec in self._specs]
         self._ropes = tuple(dict.fromkeys(ropes))
@@ -88,12 +88,12 @@ class Stack(nn.Module):
         segments_Bt: Tensor | None = None,
         embed_tokens: nn.Module | None = None,
     ) -> Tensor:
-        """Return hidden states [B, t, M].
+        """Compute hidden states [B, t, M].
 
-        With ``stream`` its handle, before the final norm, stands for hidden states. Without ``segments_Bt`` all tokens
-        are of the first segment. ``embed_tokens`` is the table's module if the stack has none.
+        With ``stream`` return its handle instead, before the final norm. Without ``segments_Bt`` all tokens belong to
+        the first segment. ``embed_tokens`` is the table's module if the stack owns no table.
         """
-        # The module and not its weight: ZeRO-3 gathers a weight for the forward of its owner.
+        # Use the module, not its weight: ZeRO-3 gathers a weight for its owner's forward.
         table: Any = embed_tokens or self.embed_tokens
         if stream is not None and dropout is None and enters_by_rows(self.config):
             x_BtM = table(tokens_Bt, stream, self._factor(table.weight.dtype, tokens_Bt.device))
@@ -108,7 +108,7 @@ class Stack(nn.Module):
         return x_BtM
 
     def run_layer(self, layer: int, x_BtM: Tensor, calls: PassCalls) -> Tensor:
-        """Return the output of a layer, or of a block for multi-token prediction behind the last."""
+        """Run one layer, or an MTP block after the last; return its output."""
         spec = self._specs[layer]
         if layer < self.config.num_layers:
             block = self.layers[layer % len(self.layers)]
@@ -121,12 +121,12 @@ class Stack(nn.Module):
         return x_BtM
 
     def embedded(self, tokens_Bt: Tensor) -> Tensor:
-        """Return the tokens' rows of the table, scaled, as such a block reads them."""
+        """Return scaled table rows for tokens, as MTP blocks read them."""
         return self._scaled(self.embed_tokens(tokens_Bt))
 
     def last_norm(self, x_BtM: Tensor) -> Tensor:
-        """Return the hidden states of the residual stream behind the last layer."""
-        # A post-norm block ends in a norm of its own, so the stream needs no last one.
+        """Apply the last norm to the residual stream."""
+        # A post-norm block ends in its own norm, so the stream needs no last one.
         if self.norm is None:
             return x_BtM
         return self.norm(x_BtM)
@@ -134,7 +134,7 @@ class Stack(nn.Module):
     def _embed(
         self, x_BtM: Tensor, positions_Bt: Tensor, segments_Bt: Tensor | None, dropout: Dropout | None
     ) -> Tensor:
-        """Return the first values of the residual stream, from the rows of the table of tokens."""
+        """Compute the initial residual stream from token table rows."""
         config, x_BtM = self.config, self._scaled(x_BtM)
         if config.position == "learned":
             x_BtM = x_BtM + self.embed_positions(positions_Bt + config.position_offset)
@@ -144,7 +144,7 @@ class Stack(nn.Module):
             x_BtM = x_BtM + sinusoids.to(x_BtM.dtype)
         if config.segments:
             if segments_Bt is None:
-                # One row for all tokens: its gradient is one sum, and not rounded once a token.
+                # One row for all tokens: its gradient is one sum, not rounded once per token.
                 segments_Bt = positions_Bt.new_zeros(1)
             x_BtM = x_BtM + self.embed_segments(segments_Bt)
         if config.embedding_norm:
@@ -156,19 +156,18 @@ class Stack(nn.Module):
         return x_BtM
 
     def _scaled(self, x_BtM: Tensor) -> Tensor:
-        """Multiply rows of the table of tokens by the config's factor."""
         factor = self._factor(x_BtM.dtype, x_BtM.device)
         return x_BtM if factor is None else x_BtM * factor
 
     def _factor(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Return the factor of the rows; None if it is 1."""
+        """Return the embedding scale; None if it is 1."""
         if self.config.embedding_scale == 1:
             return None
-        # rounded to the model's dtype first, as Gemma was trained
+        # Rounded to the model's dtype first, as Gemma was trained.
         return torch.tensor(self.config.embedding_scale, dtype=dtype).to(device, non_blocking=True)
 
     def scores(self, device: torch.device) -> Scores:
-        """Return the rules of scores, which are the same in all layers."""
+        """Build the score rules, which all layers share."""
         config = self.config
         slopes, bias = None, None
         if config.position == "alibi":
@@ -184,14 +183,14 @@ class Stack(nn.Module):
         )
 
     def tables(self, positions_Bt: Tensor, longest: int, dtype: torch.dtype) -> list[RotaryTable | None]:
-        """Return the rotary tables of queries and keys of ``dtype``; layers of one rope share a table."""
+        """Build rotary tables for queries and keys in ``dtype``; layers with one rope share a table."""
         return [_table(self.config, rope, size, positions_Bt, longest, dtype) for rope, size in self._ropes]
 
 
 def enters_by_rows(config: ModelConfig) -> bool:
-    """Return whether residual streams by chunks begin with rows of a large table, with nothing added to them.
+    """Return whether chunked residual streams start with plain rows from a large table.
 
-    Dropout would add.
+    The caller excludes dropout, which would change the rows.
     """
     changes = config.segments or config.embedding_norm or config.embedding_size
     is_added = config.position in ("learned", "sinusoidal", "sinusoidal_halves")

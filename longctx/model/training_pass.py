@@ -1,4 +1,4 @@
-"""``TrainingPass`` and ``Execution``: the inputs of a forward pass besides its batch and its weights.
+"""TrainingPass and Execution: a forward pass's inputs in addition to its batch and weights.
 
 Axes: B rows, t tokens of this rank, L expert layers, E experts.
 """
@@ -21,63 +21,62 @@ from longctx.model.kept import Keep, Store
 from longctx.model.layers.dropout import Dropout, Jitter
 
 _SOURCE = 0x50E4CE
-"""What tells the draws of an encoder from those of the decoder beside it."""
+"""Salt that separates an encoder's random draws from the decoder's."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Options for computing layers: the tensors kept for backward, the work done at a time, the way a CPU multiplies,
-    and fusion by ``torch.compile``.
+    """Options for computing layers: tensors kept for backward, work per call, CPU matmul and ``torch.compile``.
 
     They change results only by rounding.
     """
 
     keep: Keep = "all"
-    """What survives of each block until backward: all; its input, the attention core's result and its tokens' experts;
-    or its input and the experts' ids alone. Backward computes the rest again (activation checkpointing)."""
+    """What each block keeps until backward: everything; its input, the core's result and expert ids; or only its input
+    and expert ids. Backward recomputes the rest (activation checkpointing)."""
     store: Store = "device"
-    """Where that lives until backward: on the device, or in the host's memory, the last block's excepted. With chunks
-    also what passes between a layer's parts, and every block's; and it may be on a disk."""
+    """Where that stays until backward: on the device, or on the host except for the last block's. By chunks the store
+    also holds values between a layer's parts and the last block's, and may be a disk."""
     store_path: str = ""
-    """Folder for a file on that disk."""
+    """Directory for the disk store's file."""
     chunk_tokens: int = 0
     """Tokens that go through a layer at a time (``longctx/model/chunks``); 0 for all at once."""
     head_groups: int = 1
-    """With chunks, heads go through attention in so many groups, one after another."""
+    """Number of head groups that go through attention one after another, with chunks."""
     recompute_experts: str = "activation"
-    """What experts compute again in backward where a block keeps all (``ExpertRun.recompute``)."""
+    """What experts recompute in backward if a block keeps all (``ExpertRun.recompute``)."""
     expert_tile_tokens: int = 0
     """Tokens that go through a layer's experts at a time; 0 for all at once."""
     products: Products = field(default_factory=fastest_products)
-    """How a CPU multiplies bfloat16: by default in the way that is faster on this machine's processor."""
+    """bfloat16 matmul on a CPU; by default the faster way on this machine's processor."""
     compiler: str | None = None
-    """The backend of ``torch.compile`` that compiles what lies around attention cores in training (``Regions``), as
-    inductor; None compiles nothing."""
+    """``torch.compile`` backend for the code around attention cores in training (``Regions``), such as inductor; None
+    disables compilation."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingPass:
-    """Inputs of one forward pass of training. Evaluation has none of them: all defaults."""
+    """Training inputs to one forward pass; evaluation leaves all of them at their defaults."""
 
     seed: int | None = None
-    """Decides all that is random. None switches off what happens in training alone: dropout, router jitter and the
-    experts' capacity."""
+    """Seed for all randomness. None disables dropout, router jitter and expert capacity, which are for training only.
+    """
     first_tokens: tuple[int, ...] = (0,)
-    """For each row of the pass the index of its first token among all tokens that share the seed; one entry is that of
-    the whole pass, whose rows then follow each other."""
+    """Index of each row's first token among all tokens that share the seed; a single entry is for the entire pass, with
+    consecutive rows."""
     expert_load_LE: Tensor | None = None
-    """The loads of the step before (``load_share``), for a balance loss over the global batch; None before the first
-    step."""
+    """Expert loads from the step before (``load_share``), for a global-batch balance loss; None before the first step.
+    """
     replay: RoutingReplay | None = None
-    """Records the experts that routers choose, or gives them."""
+    """Records the experts that routers choose, or supplies them."""
     first_source_tokens: tuple[int, ...] = (0,)
-    """``first_tokens`` of the source."""
+    """``first_tokens`` for the source."""
 
     def of_source(self) -> TrainingPass:
-        """Return the same pass for the tokens of a source, through the encoder."""
+        """Return the same pass for a source's tokens in the encoder."""
         seed = self.seed
         if seed is not None:
-            # Tokens of both sides have the same indices, and layers the same numbers.
+            # Both sides have equal token indices and layer numbers, so their seeds must differ.
             seed = mix64(seed ^ _SOURCE)
         return TrainingPass(seed=seed, first_tokens=self.first_source_tokens)
 
@@ -86,17 +85,17 @@ EVALUATION = TrainingPass()
 
 
 def is_random(config: ModelConfig, training_pass: TrainingPass) -> bool:
-    """Return whether anything in the pass depends on the seed and on its tokens' indices."""
+    """Return whether the pass depends on the seed or on its tokens' indices."""
     if training_pass.seed is None:
         return False
     if config.residual_dropout:
         return True
-    # A capacity draws nothing, but the assignments that it drops depend on the order of the tokens.
+    # Capacity is not random, but the assignments that it drops depend on token order.
     return config.num_experts > 0 and (config.router_jitter > 0 or config.capacity_factor > 0)
 
 
 class Random(NamedTuple):
-    """Parts of a pass that are random or depend on its tokens' order; None for parts the model does not have."""
+    """Random or order-dependent parts of a pass; None for parts that the model lacks."""
 
     dropout: Dropout | None = None
     jitter: Jitter | None = None
@@ -112,13 +111,13 @@ def build_random(
     *,
     row_tokens: int,
 ) -> Random:
-    """Build dropout, router jitter and capacity of a pass over rows of ``row_tokens`` tokens (0: as they are here)."""
+    """Build dropout, router jitter and capacity for rows of ``row_tokens`` tokens (0: the rows given)."""
     seed = training_pass.seed
     if seed is None or document_ids_Bt is None or not is_random(config, training_pass):
         return Random()
     dropout, jitter, capacity = None, None, None
     token_Bt = token_indices(documents, positions_Bt, document_ids_Bt)
-    # Indices among all tokens of the seed: a token's mask is the same however the batch is split over ranks.
+    # Indices among all tokens of the seed: a token's mask is the same however ranks split the batch.
     of_seed_Bt = _of_seed(training_pass, token_Bt, row_tokens)
     if config.residual_dropout:
         dropout = Dropout(config.residual_dropout, seed, of_seed_Bt)
@@ -131,35 +130,35 @@ def build_random(
 
 
 def _of_seed(training_pass: TrainingPass, token_Bt: Tensor, row_tokens: int) -> Tensor:
-    """Return the indices of tokens among all that share the seed."""
+    """Return token indices among all tokens that share the seed."""
     first = training_pass.first_tokens
     if len(first) == 1:
         return token_Bt + first[0]
     if row_tokens == 0:
         row_tokens = token_Bt.shape[1]
-    # Where each row begins, less where it begins in the micro-batch.
+    # Each row's start among the seed's tokens, minus its start in the micro-batch.
     moves = [start - row * row_tokens for row, start in enumerate(first)]
-    # On the CPU, and sent along: a device would be waited for.
+    # Built on the CPU and copied asynchronously: building it on the device would wait for the device.
     moves_N = torch.tensor(moves).to(token_Bt.device, non_blocking=True)
     return token_Bt + moves_N[(token_Bt // row_tokens).clamp(min=0)]
 
 
 def document_ids_of(documents: PackedDocuments, tokens_Bt: Tensor) -> Tensor:
-    """Return the document of every token; raise ValueError unless these are all tokens of the documents."""
+    """Return each token's document; raise ValueError unless these are all tokens in the documents."""
     if documents.num_tokens != tokens_Bt.numel():
         raise ValueError(
             f"{tokens_Bt.numel()} tokens are not the {documents.num_tokens} of cu_seqlens; a shard of them needs "
             "`document_ids`"
         )
-    # Rows are laid end to end, so the documents' lengths are enough to assign each token.
-    # On the CPU, where boundaries are: a device would be waited for, twice.
+    # Rows are laid end to end, so document lengths are enough. They stay on the CPU, like the boundaries: on a device
+    # this would wait twice.
     lengths = torch.tensor(documents.lengths)
     ids_Bt = torch.arange(len(lengths)).repeat_interleave(lengths).view(tokens_Bt.shape)
     return ids_Bt.to(tokens_Bt.device, non_blocking=True)
 
 
 def token_indices(documents: PackedDocuments, positions_Bt: Tensor, document_ids_Bt: Tensor) -> Tensor:
-    """Return the index of each token in the micro-batch, −1 for padding."""
-    # The index does not depend on the rank or the layout that the token came by.
+    """Return each token's index in the micro-batch, −1 for padding."""
+    # The index depends neither on the rank nor on the layout.
     starts = documents.cu_seqlens.to(positions_Bt.device, non_blocking=True)
     return (starts[document_ids_Bt.clamp(min=0)] + positions_Bt).where(document_ids_Bt >= 0, -1)

@@ -1,4 +1,4 @@
-"""Selection of the training objective of a network."""
+"""Build a network's training objective."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from longctx.objectives.task import Task
 from longctx.objectives.token_prediction import Shift, TokenPrediction, identity, shifted
 
 TASKS: dict[str, type[TokenPrediction]] = {"causal": CausalLM, "masked": MaskedLM, "spans": CausalLM}
-"""The objectives that a config names (``train.objective``)."""
+"""Objectives that a config can name (``train.objective``)."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Objective and its options: keys of ``[train]``, by ``launcher.training.model.objective_of``."""
+    """Objective and its options: keys in ``[train]``, from ``launcher.training.model.objective_of``."""
 
     name: str = "causal"
-    """One of ``TASKS``."""
+    """A key in ``TASKS``."""
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     mtp_weight: float = 0.0
@@ -38,7 +38,7 @@ def build_objective(
     reduce_counts: Callable[[Tensor, Batch], Tensor] = identity,
     shift: Shift = shifted,
 ) -> Task:
-    """Return the task of a network: for a run over many ranks, and for the single process that it is compared with.
+    """Build a network's task, for multi-rank runs and for the single-process reference.
 
     Data from other ranks comes through a callable, ``reduce_counts`` or ``shift``, that ``parallelize`` provides.
     """

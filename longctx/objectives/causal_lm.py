@@ -1,4 +1,4 @@
-"""Next-token prediction, the training objective of decoders."""
+"""Next-token prediction, the training objective for decoders."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from longctx.objectives.token_prediction import TokenPrediction
 
 
 class CausalLM(TokenPrediction):
-    """Next-token prediction within documents; with multi-token prediction also of the tokens after the next."""
+    """Next-token prediction within documents; multi-token prediction adds tokens further ahead."""
 
     def prepare(self, stream: Stream) -> Batch:
         batch = next_tokens(stream)
         if self.network.config.mtp_layers:
-            # Targets that do not count are still read.
+            # with_targets drops ``following``, but MTP blocks read these tokens even if their loss is masked out
             batch = replace(batch, following=stream.following)
         return batch

@@ -1,4 +1,4 @@
-"""Masked tokens (BERT, arXiv 1810.04805 §3.1), the training objective of encoders."""
+"""Masked tokens (BERT, arXiv 1810.04805 §3.1), the training objective for encoders."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from longctx.objectives.token_prediction import TokenPrediction
 
 
 class MaskedLM(TokenPrediction):
-    """Prediction of the original tokens at masked positions; all other tokens have no target.
+    """Predict the original tokens at masked positions; all other tokens have no target.
 
-    The choice of these tokens, and their replacements, come with the data (``data_pipeline/rows/mask.py``).
+    Mask choice and replacements come with the data (``data_pipeline/rows/mask.py``).
     """
 
     def prepare(self, stream: Stream) -> Batch:
         if stream.masked is None:
             raise ConfigError("train.objective=masked needs data that were masked; these were read without a MaskRule.")
         places = stream.places
-        # Only on a CPU: on another device, finding them would require a synchronisation.
+        # only on a CPU: other devices would need a host sync
         if places is None and on_cpu(stream.masked):
             places = (stream.masked.flatten() != IGNORED_TARGET).nonzero().flatten()
         return replace(with_targets(stream, stream.masked), places=places)

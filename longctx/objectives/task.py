@@ -1,4 +1,4 @@
-"""``Task``: the unit of training, a network and its objective in one forward pass, and the loss from its sums."""
+"""``Task``: the unit of training. One forward pass through network and objective, and the loss from its sums."""
 
 from __future__ import annotations
 
@@ -15,74 +15,73 @@ from longctx.model.experts.router import RouterDiagnostics
 from longctx.model.training_pass import TrainingPass
 
 Counts = Mapping[str, int]
-"""Denominators by name, in one order."""
+"""Denominators by name, in a fixed order."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One sum of an objective."""
+    """One of an objective's sums."""
 
     name: str
     count: str
-    """The name of the count that divides it: a sum over ranks over a count over the same."""
+    """Name of the count that divides it; both are summed over the same ranks."""
     weight: float | None = None
-    """What the loss has it with; None if it is reported alone."""
+    """Weight in the loss; None if it is only reported."""
 
 
 @dataclass(frozen=True)
 class LossSum:
-    """Sums over this rank's tokens; divided by the step's global counts, they are the step's losses."""
+    """Sums over this rank's tokens; divided by the step's global counts, they give the step's losses."""
 
     sums: dict[str, Tensor]
-    """By the objective's terms, in their order: float32 scalars, with gradient if the loss has them."""
+    """Keyed and ordered like the objective's terms: float32 scalars, with gradient if they are part of the loss."""
     counts_LE: Tensor | None = None
-    """This rank's tokens by layer and expert, padding excluded, int64; None without routers."""
+    """This rank's tokens per layer and expert, without padding, int64; None without routers."""
     diagnostics: RouterDiagnostics | None = None
-    """Of the routers, each [L]."""
+    """Router diagnostics, [L] each."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the sum of this name."""
+        """Return the sum with this name."""
         return self.sums[name]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all sums in a plain tuple, the only kind that ZeRO-3's hooks inspect."""
+        """Flatten all sums into a plain tuple, the only kind that ZeRO-3's hooks inspect."""
         tensors = tuple(self.sums.values())
         if self.counts_LE is None or self.diagnostics is None:
             return tensors
-        # Flat: the routers' figures follow the sums.
         return tensors + (self.counts_LE,) + tuple(self.diagnostics)  # noqa: RUF005
 
 
 class Countable(Protocol):
-    """Micro-batch, or a rank\'s part of one, before or after ``prepare``. Its counts need no device."""
+    """A micro-batch or this rank's shard, before or after ``prepare``. Counting needs no device."""
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens with a following token in their document; for a prepared batch, with a target."""
+        """Tokens with a following token in their document; in a prepared batch, tokens with a target."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that are not padding."""
+        """Tokens that are not padding."""
         ...
 
     @property
     def num_pairs(self) -> int:
-        """Number of documents of two segments with their first token here."""
+        """Two-segment documents with their first token on this rank."""
         ...
 
     def num_ahead(self, most: int) -> int:
-        """Return how often these targets can be predicted from 1, 2, … ``most`` tokens before their own positions."""
+        """Count how often these targets can be predicted from 1, 2, … ``most`` tokens before their own positions."""
         ...
 
 
 class Task(nn.Module):
-    """Single module wrapped by ZeRO: it sees every use of a parameter. The trainer uses only this interface."""
+    """The single module that ZeRO wraps: it sees every parameter use. The trainer uses only this interface."""
 
     terms: tuple[Term, ...]
-    """Its sums, in the order in which they are returned and added up over ranks."""
+    """Sums, in the order in which they are returned and reduced over ranks."""
     reported: str
-    """The sum that is the run's loss to its readers."""
+    """Name of the sum reported as the run's loss."""
 
     def __init__(self, network: Decoder) -> None:
         super().__init__()
@@ -100,23 +99,23 @@ class Task(nn.Module):
         raise NotImplementedError
 
     def prepare(self, stream: Stream) -> Batch:
-        """Return the batch of a stream: make the targets, on the stream's device.
+        """Build a stream's batch: create the targets on the stream's device.
 
-        The stream has only this rank's tokens, each with the next one (``following``), and its runs may end anywhere.
-        Data from farther away needs a callable of ``build_objective``; then this is collective.
+        The stream only has this rank's tokens, each with the next one (``following``), and its runs may end anywhere.
+        Data from farther away needs a callable from ``build_objective``, which makes this call collective.
         """
         raise NotImplementedError
 
     def denominators(self, batch: Countable) -> dict[str, int]:
-        """Return this rank's part of the counts that divide its terms, including ``tokens`` (not padding).
+        """Return this rank's share of the counts that divide its terms, including ``tokens`` (without padding).
 
         A run calls this before ``prepare``, on the CPU, so the counts depend only on the compact batch.
         """
         raise NotImplementedError
 
     def loss_sum(self, tensors: Sequence[Tensor]) -> LossSum:
-        """Return the tensors of ``forward`` by name."""
-        # In the order of the terms; the remaining ones are the routers' figures.
+        """Unflatten the tensors from ``forward``."""
+        # sums in term order, then the router statistics
         count = len(self.terms)
         sums = {term.name: x for term, x in zip(self.terms, tensors, strict=False)}
         if len(tensors) == count:
@@ -124,25 +123,25 @@ class Task(nn.Module):
         return LossSum(sums, tensors[count], RouterDiagnostics._make(tensors[count + 1 :]))
 
     def loss(self, sums: LossSum, counts: Counts) -> Tensor:
-        """Return the contribution of one rank's micro-batch to the step's loss; all contributions add up to the loss.
+        """Return one rank's micro-batch contribution to the step's loss; all contributions add up to the loss.
 
-        ``counts`` are those of the step over all ranks. Every sum is divided by a global count, which makes the loss
-        independent of parallel degrees, accumulation and packing.
+        ``counts`` are the step's global counts over all ranks. Dividing by global counts makes the loss independent of
+        parallel degrees, accumulation and packing.
         """
         return weighed(self.terms, sums, counts)
 
     def mean_loss(self, sums: Mapping[str, float], counts: Counts) -> float:
-        """Return the loss to report from sums over all ranks; NaN if no token counts."""
+        """Return the loss to report, given sums over all ranks; NaN without counted tokens."""
         if not self.num_counted(counts):
             return math.nan
         return sums[self.reported] / self.num_counted(counts)
 
     def num_counted(self, counts: Counts) -> int:
-        """Return the number of tokens that the reported loss averages over."""
+        """Return the token count that the reported loss averages over."""
         return counts[next(term.count for term in self.terms if term.name == self.reported)]
 
     def count(self, batches: Iterable[Countable]) -> dict[str, int]:
-        """Return the sum of ``denominators`` over several micro-batches."""
+        """Sum ``denominators`` over several micro-batches."""
         total: dict[str, int] = {}
         for batch in batches:
             for name, count in self.denominators(batch).items():
@@ -151,17 +150,17 @@ class Task(nn.Module):
 
 
 def weighed(terms: Sequence[Term], sums: LossSum, counts: Counts) -> Tensor:
-    """Return Σ weight · sum / count over the terms of the loss."""
+    """Return Σ weight · sum / count over the loss terms."""
     of_counts: dict[str, Tensor] = {}
     for term in terms:
         if term.weight is None:
             continue
         part = term.weight * sums[term.name]
-        # Terms with the same count are added first, so that each count needs one division.
+        # add terms with the same count first, so that each count needs one division
         if term.count in of_counts:
             part = of_counts[term.count] + part
         of_counts[term.count] = part
-    # A step with only padding has a loss of 0.
+    # a step with only padding has loss 0
     means = [total / max(1, counts[name]) for name, total in of_counts.items()]
     loss = means[0]
     for mean in means[1:]:

@@ -27,10 +27,10 @@ from longctx.objectives.task import Countable, LossSum, Task, Term
 
 
 def prediction_terms(config: ModelConfig, mtp_weight: float = 0.0) -> tuple[Term, ...]:
-    """Return the sums of predicted tokens, and those of routers if the model has any."""
+    """Return the terms for predicted tokens, and for routers, pair head and multi-token prediction if present."""
     terms = [Term("objective", "targets", 1.0), Term("nll", "targets")]
     if config.num_experts:
-        # Routers see every token, including the last one of a document, which has no target.
+        # routers see every token, including a document's last one, which has no target
         terms.append(Term("balance", "tokens", config.balance_loss_weight))
         terms.append(Term("router_z", "tokens", config.router_z_loss_weight))
     if config.pair_head != "none":
@@ -41,11 +41,11 @@ def prediction_terms(config: ModelConfig, mtp_weight: float = 0.0) -> tuple[Term
 
 
 Shift = Callable[[Tensor, Batch], Tensor]
-"""From a value of each token to that of the token that follows in the sequence, on whatever rank it is."""
+"""Maps a value per token to the next token's value in the sequence, across ranks."""
 
 
 def shifted(values_Bt: Tensor, batch: Batch) -> Tensor:
-    """Return the values of the following tokens, in one process; the last one is followed by the first."""
+    """Return the following tokens' values, in one process; the last token wraps around to the first."""
     return values_Bt.flatten().roll(-1).view_as(values_Bt)
 
 
@@ -55,7 +55,7 @@ def identity(counts_LSE: Tensor, batch: Batch) -> Tensor:
 
 
 class TokenPrediction(Task):
-    """Negative log-likelihood per target, plus router losses per token. A subclass defines the targets."""
+    """Negative log-likelihood per target, plus router losses per token; subclasses define the targets."""
 
     reported = "nll"
 
@@ -69,14 +69,14 @@ class TokenPrediction(Task):
         label_smoothing: float = 0.0,
         mtp_weight: float = 0.0,
     ) -> None:
-        """Set the loss options. ``mtp_weight`` weighs multi-token prediction, the other two are ``LossOptions``'.
+        """Set the loss options: ``mtp_weight`` weighs multi-token prediction, the other two are from ``LossOptions``.
 
         ``reduce_counts`` sums int64 counts over ranks that share the batch: [L, S, E], or [L, 1, E] if the micro-batch
-        is balanced as one. It is called once per micro-batch of experts, on every rank even without tokens, but never
-        if the global batch is balanced. ``shift`` is called once or twice per block for multi-token prediction.
+        is balanced as one. It is called once per micro-batch with experts, on every rank even without tokens, but never
+        if the global batch is balanced. ``shift`` is called once or twice per multi-token prediction block.
         """
         super().__init__(decoder)
-        # A run's config is refused earlier; this is for a model built by hand.
+        # a run rejects such a config earlier; this check is for models built in code
         if decoder.config.pair_head != "none" and decoder.execution.chunk_tokens:
             raise ConfigError("a pair head reads hidden states that layers by chunks never have whole: chunk_tokens=0.")
         self.terms = prediction_terms(decoder.config, mtp_weight)
@@ -84,7 +84,7 @@ class TokenPrediction(Task):
         self.z_loss, self.label_smoothing = z_loss, label_smoothing
 
     def denominators(self, batch: Countable) -> dict[str, int]:
-        """Return the counts of targets, tokens (no padding), pairs (pair head) and targets further ahead (MTP)."""
+        """Count targets, tokens (without padding), pairs (pair head) and targets further ahead (MTP)."""
         counts = {"targets": batch.num_targets, "tokens": batch.num_tokens}
         if self.network.pair_head is not None:
             counts["pairs"] = batch.num_pairs
@@ -93,12 +93,12 @@ class TokenPrediction(Task):
         return counts
 
     def forward(self, batch: Batch, training_pass: TrainingPass | None = None) -> tuple[Tensor, ...]:
-        """Return ``LossSum.tensors`` of the terms.
+        """Return ``LossSum.tensors`` for the terms.
 
-        ``objective`` is the differentiated loss: negative log-likelihood, of smoothed labels, plus z-loss; ``nll`` is
-        plain, without gradient. ``balance`` and ``router_z`` are summed over layers of experts and tokens. ``pair`` is
-        the loss of the pair head, and ``right_pairs`` counts its correct answers. ``mtp`` and ``mtp_nll`` are the first
-        two for the targets further ahead.
+        ``objective`` is the differentiated loss: label-smoothed negative log-likelihood plus z-loss; ``nll`` is plain,
+        without gradient. ``balance`` and ``router_z`` are summed over expert layers and tokens. ``pair`` is the pair
+        head's loss, and ``right_pairs`` counts its correct predictions. ``mtp`` and ``mtp_nll`` repeat the first two
+        for targets further ahead.
         """
         stream, ahead = new_stream(self.network.execution, batch.tokens), self._ahead(batch)
         found, stats = hidden_states(
@@ -121,7 +121,7 @@ class TokenPrediction(Task):
         if ahead:
             further |= self._sums_ahead(found[1:], [targets_Bt for _, targets_Bt in ahead])
         if not stats:
-            # A dense model has no routers, on any rank.
+            # a dense model has no routers, on any rank
             return LossSum(sums | further).tensors()
         scope = self.network.config.balance_scope
         load_LE = None
@@ -132,7 +132,7 @@ class TokenPrediction(Task):
             return self.reduce_counts(counts_LSE, batch)
 
         sums["balance"] = balance_sum(stats, scope=scope, reduce_counts=reduce_counts, load_LE=load_LE)
-        # Over layers: sums of sums, which add up over ranks and micro-batches like those of the tokens.
+        # summed over layers: like token sums, these add up over ranks and micro-batches
         sums["router_z"] = torch.stack([layer.z_sum for layer in stats]).sum()
         counts_LE = torch.stack([layer.counts_SE.sum(0) for layer in stats])
         return LossSum(
@@ -142,8 +142,8 @@ class TokenPrediction(Task):
     def _sums(
         self, hidden_BtM: Tensor, targets_Bt: Tensor, stream: ResidualStream | None, norm: nn.Module | None = None
     ) -> dict[str, Tensor]:
-        """Return the first two sums of the terms; ``norm`` as in ``Decoder.loss_sums``."""
-        # The head's product and the loss in one op, a block of tokens at a time: the full logits never exist.
+        """Return ``objective`` and ``nll``; ``norm`` as in ``Decoder.loss_sums``."""
+        # fused linear cross-entropy, one chunk of tokens at a time: the full logits never exist
         objective_sum, nll_sum = self.network.loss_sums(
             hidden_BtM,
             targets_Bt,
@@ -155,17 +155,18 @@ class TokenPrediction(Task):
         return {"objective": objective_sum, "nll": nll_sum}
 
     def _ahead(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-        """Return the tokens that each block for multi-token prediction reads, and its targets. Collective.
+        """Return the input tokens and targets for each multi-token prediction block. Collective.
 
-        For token i they are those of token i + 1 of the same document. After the document's last token any value may be
-        read, because nothing that counts depends on it.
+        Token i gets those of token i + 1 in the same document. After a document's last token any value may be read,
+        because no counted value depends on it.
         """
         found: list[tuple[Tensor, Tensor]] = []
         tokens_Bt, targets_Bt = batch.following, batch.targets
         begins_Bt = batch.positions == 0
         for number in range(self.network.config.mtp_layers):
             assert tokens_Bt is not None, "nobody has read what follows"
-            # The first block reads the following tokens from the data; a document's first token follows none.
+            # The first block reads the following tokens from the data. Mask document starts: their values must not
+            # shift into the previous document.
             if number:
                 tokens_Bt = self.shift(tokens_Bt.masked_fill(begins_Bt, IGNORED_TARGET), batch)
             targets_Bt = self.shift(targets_Bt.masked_fill(begins_Bt, IGNORED_TARGET), batch)
@@ -173,8 +174,8 @@ class TokenPrediction(Task):
         return found
 
     def _sums_ahead(self, found: Sequence[HeadInput], targets: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return both sums over the targets of all blocks for multi-token prediction."""
-        # The head's matrix gets a gradient from each.
+        """Return both sums over the targets in all multi-token prediction blocks."""
+        # the head's weight accumulates a gradient from each block
         each = [self._sums(x.hidden_BtM, of_x, x.stream, x.norm) for x, of_x in zip(found, targets, strict=True)]
         return {
             "mtp": torch.stack([sums["objective"] for sums in each]).sum(),
@@ -182,13 +183,13 @@ class TokenPrediction(Task):
         }
 
     def _pair_sums(self, hidden_BtM: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the pair head's cross-entropy over this rank's first tokens, and its number of correct answers."""
+        """Return the pair head's cross-entropy over this rank's first tokens, and its number of correct predictions."""
         order, firsts = batch.order, batch.firsts
         if order is None:
             order = torch.full_like(batch.tokens, IGNORED_TARGET)
         if firsts is None:
             firsts = (order.flatten() != IGNORED_TARGET).nonzero().flatten()
-        # The head also runs on a rank without first tokens: ZeRO gathers its weights on all ranks.
+        # The head also runs on ranks without first tokens: ZeRO gathers its weights on all ranks.
         logits_F2 = self.network.pair_head(_at(hidden_BtM, firsts)[0])
         order_F = order.flatten()[firsts]
         right = (logits_F2.argmax(1) == order_F).sum().float()
@@ -215,7 +216,7 @@ def hidden_states(
     stream: ResidualStream | None = None,
     ahead: Sequence[Tensor] = (),
 ) -> Any:
-    """Return ``Decoder.forward`` of a batch with all of its per-token data, after encoding its source."""
+    """Run ``Decoder.forward`` on a batch with all its per-token data, after encoding its source."""
     source = None
     if batch.source is not None:
         source = decoder.encode(batch.source, training_pass)
@@ -233,5 +234,5 @@ def hidden_states(
 
 
 def _at(x_Bt: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of [B, t, …] at these places, as one row."""
+    """Gather these rows from [B, t, …] into one row."""
     return x_Bt.flatten(0, 1).index_select(0, places)[None]

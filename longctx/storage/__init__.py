@@ -1,1 +1,1 @@
-"""Tensor files: one reader that treats them as untrusted, and writers that buffer one block."""
+"""Tensor files: a reader that treats them as untrusted, and writers that buffer a single block."""

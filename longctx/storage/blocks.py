@@ -1,9 +1,4 @@
-"""Files read in blocks that are hashed before any of their bytes is used.
-
-A checkpoint's manifest has a hash for each block of a file besides that of the full file. So a range can be read once,
-directly into its destination, and is known to be correct: no file has to be read in full first. Files without such
-hashes are read in the same way.
-"""
+"""Read files in blocks, hashing each block before any of its bytes is used."""
 
 from __future__ import annotations
 
@@ -25,20 +20,20 @@ from longctx.errors import CheckpointError
 from longctx.files import wrong_size
 
 BLOCK_BYTES = 4 << 20
-"""Bytes of a file that a hash is of; the last block may be shorter."""
+"""Bytes per hashed block; the last block may be shorter."""
 HASH_DIGITS = 32
-"""Of an xxh3-128."""
+"""Hex digits in an xxh3-128."""
 _DISK_AHEAD, _CACHE_AHEAD = 8, 2
-"""Blocks under way at a time: one does not keep a fast disk busy, but the page cache reads ahead itself."""
+"""Concurrent block reads: one cannot saturate a fast disk, but the page cache has its own read-ahead."""
 
 
 def num_blocks(num_bytes: int) -> int:
-    """Return the number of blocks in a file of ``num_bytes`` bytes."""
+    """Return the number of blocks in a file with ``num_bytes`` bytes."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Return the manifest's entry of a file of pieces: its bytes, its hash and those of its blocks, all xxh3-128."""
+    """Return a piece file's manifest entry: its size, its hash and its block hashes, all xxh3-128."""
     whole, blocks, size = xxhash.xxh3_128(), [], 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -51,7 +46,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 def open_file(path: Path, flags: int = os.O_RDONLY, *, past_cache: bool = True) -> tuple[FileIO, bool]:
     """Open a file, past the page cache if requested and supported; return it and whether direct I/O is used.
 
-    ``flags`` are those of ``os.open``.
+    ``flags`` are the flags for ``os.open``.
     """
     mode = "rb" if flags == os.O_RDONLY else "r+b"
     flags |= os.O_CLOEXEC
@@ -59,20 +54,20 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, past_cache: bool = True) 
         try:
             return FileIO(os.open(path, flags | os.O_DIRECT, 0o666), mode), True
         except OSError as error:
-            # Some file systems have no direct I/O.
+            # some file systems have no direct I/O
             if error.errno != errno.EINVAL:
                 raise
     return FileIO(os.open(path, flags, 0o666), mode), False
 
 
 def fill_block(fd: int, block: memoryview, start: int, count: int) -> None:
-    """Read ``count`` bytes of a file from ``start`` into a block; raise OSError if the file is shorter.
+    """Read ``count`` file bytes from ``start`` into a block; raise OSError if the file is shorter.
 
     For direct I/O the block is page-aligned, and its length is a multiple of the sector size.
     """
     done = 0
     while done < count:
-        # Read the full block, even beyond the end of the file.
+        # request the full block, even past the end of the file: direct I/O requires whole sectors
         read = os.preadv(fd, [block[done:]], start + done)
         if not read:
             raise OSError(errno.EIO, f"the file ends at byte {start + done}")
@@ -81,42 +76,44 @@ def fill_block(fd: int, block: memoryview, start: int, count: int) -> None:
 
 @dataclass
 class _File:
-    """Open file."""
+    """An open file."""
 
     path: Path
     content: FileIO
     num_bytes: int
     hashes: str | None
-    """Of its blocks, one after the other; None where the manifest has none."""
+    """Concatenated block hashes; None if the manifest has none."""
     following: int = 0
-    """The byte after the last one that was asked for."""
+    """Byte after the last requested one."""
 
 
 class _Block(NamedTuple):
-    """Block that has been read, or is being read."""
+    """A block that has been read, or is being read."""
 
     memory: mmap.mmap
     read: Future[None]
 
 
+# A manifest has a hash per block in addition to the file's hash. So a byte range is read once, directly into its
+# destination, and verified without reading the full file. Files without block hashes take the same path.
 class BlockReader:
-    """Reader of byte ranges. Threads read and hash several blocks at a time; one thread calls it."""
+    """Reader for byte ranges. Threads read and hash several blocks at a time; a single thread calls it."""
 
     def __init__(self, *, past_cache: bool) -> None:
         """Set up the reader; ``past_cache`` bypasses the page cache if the file system has direct I/O."""
         self._past_cache, self._ahead = past_cache, _CACHE_AHEAD
         if past_cache:
             self._ahead = _DISK_AHEAD
-        # Ranges that share a block, or alternate between a few files, find it in memory.
+        # ranges that share a block, or alternate between a few files, find it in memory
         self._most_held = 2 * self._ahead
         # Files, threads and memory are freed with the reader, even without ``close``.
         self._files: dict[str, _File] = {}
         self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
-        """By file and number, those last used at the end."""
+        """Keyed by file and block number, least recently used first."""
         self._workers: ThreadPoolExecutor | None = None
 
     def add(self, path: Path, num_bytes: int, hashes: str | None) -> None:
-        """Open a plain file; raise OSError if the system refuses, or if it has another size than ``num_bytes``."""
+        """Open a plain file; raise OSError if the system fails, or if its size is not ``num_bytes``."""
         content, _ = open_file(path, past_cache=self._past_cache)
         found = os.fstat(content.fileno()).st_size
         if found != num_bytes:
@@ -124,15 +121,15 @@ class BlockReader:
         self._files[path.name] = _File(path, content, num_bytes, hashes)
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Fill ``out``, flat uint8 on the CPU, with the bytes of a file from ``start``.
+        """Fill ``out``, flat uint8 on the CPU, with the file's bytes from ``start``.
 
-        Raise CheckpointError if one of these blocks was changed; bytes filled before are correct.
+        Raise CheckpointError if a block was changed; bytes filled before are correct.
         """
         if not len(out):
             return
         file = self._files[name]
         stop = wanted = start + len(out)
-        # A sequential reader will continue: values are stored in the order in which a run reads them.
+        # A sequential reader will continue, since values are stored in the order a run reads them: prefetch.
         if start == file.following:
             wanted += self._ahead * BLOCK_BYTES
         file.following = stop
@@ -144,7 +141,7 @@ class BlockReader:
             block.read.result()
             first = number * BLOCK_BYTES
             lo, hi = max(start, first), min(stop, first + BLOCK_BYTES)
-            # PyTorch's copy releases the GIL, Python's own would not.
+            # PyTorch's copy releases the GIL, Python's would not
             values = torch.frombuffer(block.memory, dtype=torch.uint8, count=hi - lo, offset=lo - first)
             out[lo - start : hi - start].copy_(values)
 
@@ -159,7 +156,7 @@ class BlockReader:
         self._blocks.clear()
 
     def _begin(self, file: _File, number: int) -> None:
-        """Begin to read a block, unless it has been read or is being read."""
+        """Start reading a block, unless it has been read or is being read."""
         key = file.path.name, number
         if key in self._blocks:
             self._blocks.move_to_end(key)
@@ -167,11 +164,11 @@ class BlockReader:
         if len(self._blocks) < self._most_held:
             memory = mmap.mmap(-1, BLOCK_BYTES)
         else:
-            # Reuse the least recently used block, which may have been read in vain.
+            # Reuse the least recently used block; its read may have been unused, or even failed.
             _, (memory, read) = self._blocks.popitem(last=False)
             read.exception()
         if self._workers is None:
-            # Created late: most readers only read the manifest.
+            # created late: most readers only read the manifest
             self._workers = ThreadPoolExecutor(self._ahead, thread_name_prefix="checkpoint")
         self._blocks[key] = _Block(memory, self._workers.submit(_read_block, file, number, memory))
 

@@ -1,8 +1,7 @@
-"""Checkpoint files written and read past the page cache, and hashed on the way.
+"""Write and read checkpoint files past the page cache, hashing on the way.
 
-A checkpoint is written once, and read only after the run: in the page cache it would take memory, and time for copies,
-from the training data. Several blocks are in flight at a time, because one does not keep a fast disk busy. If the file
-system has no direct I/O, the page cache is used.
+Several blocks are in flight at a time, because one cannot saturate a fast disk. Without direct I/O in the file system,
+the page cache is used.
 """
 
 from __future__ import annotations
@@ -21,26 +20,28 @@ import xxhash
 from longctx.storage.blocks import BLOCK_BYTES, fill_block, open_file
 
 ALIGNMENT = 4096
-"""Direct I/O wants addresses, offsets and lengths in multiples of a disk's sector; no disk has larger ones."""
+"""Direct I/O requires addresses, offsets and lengths in multiples of a disk sector; no disk has larger sectors."""
 BLOCKS = 4
-"""Transfers under way at a time, each of a block that has a hash: what a file takes of memory is so many blocks."""
+"""Concurrent transfers, one hashed block each: bounds the memory per file."""
 
 
+# A checkpoint is written once, and read only after the run: in the page cache it would take memory, and copy time, away
+# from training data.
 class Written(NamedTuple):
-    """File on the disk."""
+    """A finished file on disk."""
 
     num_bytes: int
     hash: str
-    """xxh3-128 of all its bytes."""
+    """xxh3-128 over all its bytes."""
     block_hashes: str
-    """Those of its blocks, one after the other, as a manifest has them."""
+    """Concatenated block hashes, as a manifest stores them."""
 
 
 class HashedWriter:
-    """New file. Bytes are hashed in the order in which they are written; ``close`` flushes them to the disk."""
+    """Writer for a new file. Bytes are hashed in write order; ``close`` flushes them to disk."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file, replacing an existing one. OSError if the file system refuses, here and later."""
+        """Create the file, replacing an existing one. Like all later calls, raise OSError if the file system fails."""
         self._path, self._size = path, 0
         self._digest = xxhash.xxh3_128()
         self._file, self._direct = open_file(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -52,7 +53,7 @@ class HashedWriter:
         self._turn = self._filled = 0
 
     def write(self, content: memoryview | bytes) -> None:
-        """Append bytes; the buffer may be changed once this returns."""
+        """Append bytes; the caller may reuse the buffer when this returns."""
         content = memoryview(content).cast("B")
         while content:
             part = content[: BLOCK_BYTES - self._filled]
@@ -63,39 +64,39 @@ class HashedWriter:
                 self._send()
 
     def close(self) -> Written:
-        """Write the rest and wait until all of it is on the disk."""
+        """Write the remaining bytes and wait until everything is on disk."""
         size = self._size + self._filled
         if self._filled:
             self._send()
-        # In the order in which they were sent.
+        # in submission order
         for turn in range(self._turn, self._turn + BLOCKS):
             self._finish(turn % BLOCKS)
-        # The last block was written at full size.
+        # the last block was padded to sector size
         os.ftruncate(self._fd, size)
         os.fsync(self._fd)
         return Written(size, self._digest.hexdigest(), "".join(self._hashes))
 
     def _send(self) -> None:
-        """Hash the filled block, begin to write it, and wait for the next one to be free."""
+        """Hash the filled block, start writing it, and wait for the next buffer to be free."""
         block, count = memoryview(self._blocks[self._turn]), self._filled
         padded = count
         if self._direct:
             padded = -(-count // ALIGNMENT) * ALIGNMENT
         self._writes[self._turn] = self._workers.submit(self._write_block, block[:padded], self._size, count)
-        # Concurrently with the write: both only read the block.
+        # overlaps with the write: both only read the block
         self._digest.update(block[:count])
         self._size += count
         self._turn, self._filled = (self._turn + 1) % BLOCKS, 0
         self._finish(self._turn)
 
     def _finish(self, turn: int) -> None:
-        """Wait for the last write from this buffer, and store its hash."""
+        """Wait for this buffer's last write, and store its hash."""
         write, self._writes[turn] = self._writes[turn], None
         if write is not None:
             self._hashes.append(write.result())
 
     def _write_block(self, block: memoryview, offset: int, count: int) -> str:
-        """Write all of a block; return the hash of its first ``count`` bytes, the content."""
+        """Write a full block; return the hash over its content, the first ``count`` bytes."""
         block_hash = xxhash.xxh3_128_hexdigest(block[:count])
         while block:
             try:
@@ -103,8 +104,8 @@ class HashedWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                # After a partial write because of a full disk, a quota or a limit, the rest is not a multiple of a
-                # sector: the buffered path gives the actual error.
+                # After a partial write because of a full disk, a quota or a limit, the remainder is not a multiple of a
+                # sector: the buffered path reports the actual error.
                 with self._path.open("r+b", buffering=0) as file:
                     file.seek(offset)
                     written = file.write(block) or 0
@@ -118,20 +119,20 @@ class HashedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Running writes end first: they use the file descriptor.
+        # let running writes end first: they use the file descriptor
         self._workers.shutdown(cancel_futures=True)
         self._file.close()
 
 
 def read_back(path: Path) -> str:
-    """Return the xxh3-128 of a file as stored on the disk, reading several blocks at a time."""
+    """Return a file's xxh3-128 as stored on disk, reading several blocks at a time."""
     digest = xxhash.xxh3_128()
     blocks = [memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(BLOCKS)]
     file, _ = open_file(path)
     with file, ThreadPoolExecutor(BLOCKS, thread_name_prefix="checkpoint") as workers:
         fd = file.fileno()
         size = os.fstat(fd).st_size
-        # Without direct I/O: synced data is evicted from the page cache, and read from the disk again.
+        # Without direct I/O, evict synced data from the page cache, so that it is read from disk again.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -144,7 +145,7 @@ def read_back(path: Path) -> str:
         for start in starts:
             reads.popleft().result()
             digest.update(blocks[start // BLOCK_BYTES % BLOCKS][: size - start])
-            # The block is free again: the next pending part goes there.
+            # the block is free again: reuse it for the next pending read
             following = start + BLOCKS * BLOCK_BYTES
             if following < size:
                 reads.append(begin(following))

@@ -1,7 +1,7 @@
 """safetensors files: a reader for untrusted files, the header, and writers that hold one tensor at a time.
 
-The layout is eight bytes with the header's length, a JSON header (name -> dtype, shape, byte range), then the tensors'
-bytes, one tensor after the other.
+Layout: eight bytes with the header's length, a JSON header (name -> dtype, shape, byte range), then the tensors' bytes
+back to back.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from longctx.tensor_bytes import as_bytes, content_of
 from longctx.untrusted.reading import parse_json, shown
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""safetensors' names of the dtypes that fit the fp32 masters without loss."""
+"""safetensors dtype names that fit the fp32 master weights without loss."""
 STORED = DTYPES | {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F64": torch.float64, "BOOL": torch.bool,
     "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-"""With those of quantised values and of buffers, which are read as they are stored."""
+"""Also quantized values and buffers, which are read as stored."""
 _NAMES = {dtype: name for name, dtype in STORED.items()}
-# Dtypes that no reader accepts have a size too: their ranges are checked like the others'.
+# Dtypes that no reader accepts also need a size: their ranges are checked too.
 _ITEM_BYTES: dict[str, int] = dict.fromkeys(("F64", "I64", "U64"), 8)
 _ITEM_BYTES |= dict.fromkeys(("F32", "I32", "U32"), 4)
 _ITEM_BYTES |= dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
@@ -38,16 +38,16 @@ _ITEM_BYTES |= dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
 _MOST_NAME, _MOST_DIMS, _MOST_SIZE = 400, 16, 2**64
 
 
-# Limits of a header before it is read: a wrong length could exhaust memory.
+# Header limits, checked before reading: a wrong length could exhaust memory.
 MOST_HEADER_BYTES = 100_000_000
-"""The longest that the safetensors library reads."""
+"""Maximum header size that the safetensors library reads."""
 MOST_HEADER_VALUES = 8_000_000
-"""Values of JSON: each tensor has some eight."""
+"""Maximum JSON values; each tensor has some eight."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: bytes ``start`` to ``stop`` of the file."""
+    """One tensor: file bytes ``start`` to ``stop``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,11 +59,11 @@ class Entry:
 
 
 class SafetensorsFile:
-    """Tensors of one file by name. Opening reads and checks only the header.
+    """One file's tensors by name. Opening reads and checks only the header.
 
-    Raise CheckpointError, naming the file and the tensor if there is one, for a header longer than the file or its
-    limits, a key given twice, ranges past the end, ranges that overlap or leave gaps, and shapes that do not match
-    their range; with ``hashes``, also for every changed block.
+    Raise CheckpointError, naming the file and if possible the tensor, for a header longer than the file or its limits,
+    a duplicate key, ranges past the end, ranges that overlap or leave gaps, and shapes that do not match their range;
+    with ``hashes``, also for every changed block.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class SafetensorsFile:
     ) -> None:
         """Open the file.
 
-        ``blocks`` reads it, and may read other files of its folder. ``num_bytes`` and ``hashes`` (one per block) come
-        from a manifest. ``header_bytes`` and ``header_values`` are the limits of its header. ``advice`` is the second
-        line of the message about an unreadable file.
+        ``blocks`` reads it, and may read other files in its folder. ``num_bytes`` and ``hashes`` (one per block) come
+        from a manifest. ``header_bytes`` and ``header_values`` limit its header. ``advice`` is the second line in the
+        message about an unreadable file.
         """
         self.path, self._blocks = path, blocks or BlockReader(past_cache=False)
         try:
-            # Opening a pipe without a writer would hang.
+            # opening a pipe without a writer would hang
             if not path.is_file():
                 raise FileNotFoundError("it is missing, or no plain file")
             self._size = path.stat().st_size if num_bytes is None else num_bytes
@@ -95,15 +95,15 @@ class SafetensorsFile:
             raise CheckpointError(f"{path} cannot be read: {error}.\n{advice}".rstrip()) from error
 
     def names(self) -> list[str]:
-        """Return the names of all tensors."""
+        """Return all tensor names."""
         return list(self._entries)
 
     def entry(self, name: str) -> Entry | None:
-        """Return the header's entry of a tensor; None if it has none of that name."""
+        """Return a tensor's header entry, if present."""
         return self._entries.get(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape in the header."""
+        """Return the shape from the header."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
@@ -114,15 +114,15 @@ class SafetensorsFile:
         return DTYPES[kind]
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype of the file's bytes, also for quantised values; None if no supported scheme has it."""
+        """Return the dtype of the stored bytes, also for quantized values; None if no supported scheme has it."""
         return STORED.get(self._entries[name].dtype)
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor, in its own memory."""
+        """Read the tensor into its own memory."""
         return self._read(name, self.dtype(name))
 
     def read_stored(self, name: str) -> Tensor:
-        """Return the tensor as it is stored, even if it is quantised."""
+        """Read the tensor as stored, even if it is quantized."""
         dtype = self.stored_dtype(name)
         if dtype is None:
             raise CheckpointError(f"{name} in {self.path} is {self._entries[name].dtype}; supported: {sorted(STORED)}.")
@@ -141,7 +141,7 @@ class SafetensorsFile:
         self._blocks.read_into(self.path.name, start, out)
 
     def _read_header(self, most_bytes: int, most_values: int) -> dict[str, Entry]:
-        """Return the header's entries; raise ValueError with the problem if it is invalid."""
+        """Parse and check the header; raise ValueError with the problem if it is invalid."""
         if self._size < 8:
             raise ValueError(f"it has {self._size} bytes, which is no safetensors file")
         header_bytes = int.from_bytes(self._bytes(0, 8), "little")
@@ -158,14 +158,14 @@ class SafetensorsFile:
 
 
 def header_entries(header: Any, begin: int, size: int) -> dict[str, Entry]:
-    """Return the tensors of a header, in a file of ``size`` bytes with values that begin at byte ``begin``.
+    """Check a header and return its tensors, in a file with ``size`` bytes whose data starts at byte ``begin``.
 
     Raise ValueError, one line long, for invalid keys, dtypes, shapes or ranges, and unless the tensors are contiguous
     up to the end of the file.
     """
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
-    # Free text, not a tensor.
+    # free text, not a tensor
     header.pop("__metadata__", None)
     entries = {name: _entry(name, fields, begin, size) for name, fields in header.items()}
     _check_cover(entries, begin, size)
@@ -173,7 +173,7 @@ def header_entries(header: Any, begin: int, size: int) -> dict[str, Entry]:
 
 
 def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
-    """Return a tensor's entry, checked; its byte offsets count from the beginning of the file."""
+    """Check a tensor's fields and return its entry; its byte offsets count from the start of the file."""
     if not name or len(name) > _MOST_NAME:
         raise ValueError(f"its header names a tensor {shown(name)}, and a name has 1 to {_MOST_NAME} characters")
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
@@ -192,7 +192,7 @@ def _entry(name: str, fields: Any, begin: int, size: int) -> Entry:
 
 
 def _is_sizes(value: Any) -> bool:
-    """Return whether a value is a short list of integers of at least 0; ``True`` is not an integer."""
+    """Return whether a value is a short list of non-negative integers; ``True`` does not count as an integer."""
     if not isinstance(value, list) or len(value) > _MOST_DIMS:
         return False
     return all(type(v) is int and 0 <= v < _MOST_SIZE for v in value)
@@ -200,6 +200,7 @@ def _is_sizes(value: Any) -> bool:
 
 def _check_cover(entries: dict[str, Entry], begin: int, size: int) -> None:
     """Raise ValueError unless the tensors are contiguous, from the header to the end of the file."""
+    # Two tensors over the same bytes, or bytes outside all tensors, could make other readers see different content.
     at, before = begin, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start < at:
@@ -214,20 +215,20 @@ def _check_cover(entries: dict[str, Entry], begin: int, size: int) -> None:
 # --- writing --------------------------------------------------------------------------------------------------
 
 RESERVED_BYTES = 2**20
-"""Bytes reserved for a header that is written last: enough for the names of some 7,000 tensors."""
+"""Bytes reserved for a header that is written last: enough for some 7,000 tensor names."""
 SMALL_BYTES = 16 * 2**20
-"""In a file of no more data the header takes what it needs: the rest of the reserve would be most of the file."""
+"""Up to this data size the header takes only what it needs: the unused reserve would dominate the file."""
 _BLOCK_VALUES = 1 << 24
-"""Values that are cast at a time: a copy of a whole tensor in another dtype would double its memory."""
+"""Values cast at a time: casting a full tensor would double its memory."""
 
 
 def header_fields(dtype: torch.dtype, shape: Iterable[int], start: int, stop: int) -> dict[str, Any]:
-    """Return a tensor's header fields for bytes ``start`` to ``stop`` of the data."""
+    """Return a tensor's header fields for data bytes ``start`` to ``stop``."""
     return {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
 
 
 def encoded_header(fields: Mapping[str, Any], *, header_bytes: int | None = None) -> bytes:
-    """Return the bytes before the data, padded with spaces to ``header_bytes``, or to a multiple of eight."""
+    """Encode everything before the data, padded with spaces to ``header_bytes``, or to a multiple of eight."""
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     if header_bytes is None:
         header_bytes = -(-len(text) // 8) * 8
@@ -235,9 +236,9 @@ def encoded_header(fields: Mapping[str, Any], *, header_bytes: int | None = None
 
 
 class SafetensorsWriter:
-    """Writer of one file, tensor by tensor; ``close`` adds the header in front of them.
+    """Writer for one file, tensor by tensor; ``close`` adds the header in front.
 
-    The header's size is not known in advance, so ``RESERVED_BYTES`` are reserved; ``fits_header`` tells if they
+    ``RESERVED_BYTES`` are reserved for the header, whose size is not known in advance; ``fits_header`` checks that they
     suffice.
     """
 
@@ -250,7 +251,7 @@ class SafetensorsWriter:
         self._file.seek(RESERVED_BYTES)
 
     def fits_header(self, name: str) -> bool:
-        """Return whether the header has room for another tensor of this name."""
+        """Return whether the header has room for another tensor with this name."""
         return self._header_bytes + _entry_bytes(name) <= RESERVED_BYTES
 
     def add(self, name: str, dtype: torch.dtype, shape: Sequence[int], values: Iterable[Tensor]) -> None:
@@ -266,9 +267,9 @@ class SafetensorsWriter:
         self.num_tensors += 1
 
     def close(self) -> None:
-        """Write the header, and read the data back from the system's cache; then the file is complete.
+        """Write the header and read the data back from the system's cache; the file is then complete.
 
-        Raise CheckpointError if the data differs from what was written.
+        Raise CheckpointError if the data differs from the written bytes.
         """
         header = encoded_header(self._header, header_bytes=RESERVED_BYTES - 8)
         if self.data_bytes <= SMALL_BYTES:
@@ -296,9 +297,10 @@ def _entry_bytes(name: str) -> int:
 
 
 class ShardWriter:
-    """Writer of tensors into safetensors files of about ``shard_bytes``, as they come: memory holds none of them.
+    """Writer that streams tensors into safetensors files with about ``shard_bytes`` each, without holding them in
+    memory.
 
-    A shard is read back as soon as it is full, which detects a disk that changes bytes. ``finish`` names the files.
+    A full shard is read back immediately, which detects a disk that corrupts data. ``finish`` names the files.
     """
 
     def __init__(self, folder: Path, stem: str, shard_bytes: int) -> None:
@@ -315,7 +317,7 @@ class ShardWriter:
         self.add_flat(name, tensor.reshape(-1), tensor.dtype, tuple(tensor.shape))
 
     def add_flat(self, name: str, values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Add a tensor by its flattened values, cast to ``dtype`` a block at a time."""
+        """Add a tensor by its flattened values, cast to ``dtype`` one block at a time."""
         if values.numel() != torch.Size(shape).numel():
             raise ValueError(f"{name}: {values.numel()} values for shape {shape}")
         num_bytes = values.numel() * dtype.itemsize
@@ -325,12 +327,12 @@ class ShardWriter:
         self.total_bytes += num_bytes
 
     def finish(self) -> dict[str, str]:
-        """Return the file name of each tensor; a single shard is called ``STEM.safetensors``."""
+        """Return each tensor's file name; a single shard is named ``STEM.safetensors``."""
         if not self._shards:
-            # A model without tensors still gets a file.
+            # a model without tensors still gets a file
             self._shard_for("", 0)
         self._close()
-        # Their number, part of every name, is known only now.
+        # the shard count is part of every name, and only known now
         count = len(self._shards)
         file_of: dict[str, str] = {}
         for number, names in enumerate(self._shards, start=1):
@@ -360,5 +362,5 @@ class ShardWriter:
             shard.close()
 
     def _unnamed(self, number: int) -> Path:
-        """Return the path of a shard before ``finish`` names it."""
+        """Return a shard's temporary path, until ``finish`` names it."""
         return self.folder / f"{self.stem}-{number:05d}.safetensors.partial"

@@ -1,7 +1,7 @@
-"""Text to token ids and back, by the tokenizer of a model or one trained by ``longctx tokenizer train``.
+"""Text to token ids and back, by a model's tokenizer or one trained by ``longctx tokenizer train``.
 
-``load_tokenizer`` reads every form and returns a ``Tokenizer``. The libraries ``sentencepiece`` and ``tokenizers`` are
-only imported here, and for training.
+``load_tokenizer`` reads every form and returns a ``Tokenizer``. Only this package, and training, import the libraries
+``sentencepiece`` and ``tokenizers``.
 """
 
 from longctx.tokenizer.contract import Chunk, Tokenizer

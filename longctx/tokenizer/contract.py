@@ -1,4 +1,4 @@
-"""``Tokenizer``: the common interface, and base class of both kinds of tokenizers."""
+"""``Tokenizer``: common interface and base class for both kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from longctx.tokenizer.spelling import Spelling
 from longctx.untrusted.reading import printable
 
 GROUP_CHARACTERS = 1 << 22
-"""Text that is encoded at once on all cores: memory beyond a text and its ids is bounded by this."""
+"""Text encoded at once on all cores; bounds memory in addition to a text and its ids."""
 
 
 class Tokenizer(Locating, ABC):
-    """Vocabulary and the rule that cuts text into its ids. Returned by ``load_tokenizer``.
+    """Vocabulary with the rule that cuts text into ids. Returned by ``load_tokenizer``.
 
     Text always stays text: no text becomes a control id, even if it spells one. A document is framed by
     ``document_begin`` and ``document_end``, if the model's own files name them.
     """
 
     kind: str
-    """What encodes, for display: the library and the type of its model."""
+    """Encoding library and model type, for display."""
     threads = -1
-    """Threads that SentencePiece takes for a group of chunks; −1 is one for each core. ``tokenizers`` has
-    RAYON_NUM_THREADS, which holds for a whole process."""
+    """Threads that SentencePiece uses for a group of chunks; −1 is one per core.
+
+    ``tokenizers`` uses RAYON_NUM_THREADS, which applies to the full process.
+    """
     goes_on = ""
-    """What a piece begins with that goes on a word (WordPiece); empty where spaces are in the pieces."""
+    """Prefix of pieces that continue a word (WordPiece); empty if pieces contain spaces."""
     rows: int | None = None
-    """Embedding rows of the model that reads the ids; None if none does."""
+    """Embedding rows in the model that reads the ids; None without a model."""
 
     def __init__(
         self,
@@ -51,16 +53,17 @@ class Tokenizer(Locating, ABC):
         is_control: np.ndarray,
     ) -> None:
         self.path = path
-        """The file or folder that was loaded."""
+        """File or folder that was loaded."""
         self.vocab_size = vocab_size
-        """Number of ids; every id is below it."""
+        """Number of ids; every id is smaller."""
         self.special = special
         self.fingerprint = fingerprint
-        """32 hex digits of all that decides which ids a document gets; names and places of files are no part of it."""
+        """32 hex digits over everything that affects a document's ids, independent of file names and locations."""
         self.files = dict(files)
-        """The files that make this tokenizer again, by name: they travel with shards and checkpoints."""
+        """Files that recreate this tokenizer, by name; copied with shards and checkpoints."""
         self.is_control = is_control
-        """For each id whether it stands for no text, bool [vocab_size]."""
+        """True for each id that represents no text, bool [vocab_size]."""
+        # Fail when loading, not at the first document.
         beyond = [token for token in (special.begin, special.end) if token is not None and token >= vocab_size]
         if beyond:
             raise DataError(
@@ -70,7 +73,7 @@ class Tokenizer(Locating, ABC):
 
     @property
     def document_begin(self) -> int | None:
-        """Id before a document's first token; None for a tokenizer that puts nothing before a text."""
+        """Id before a document's first token; None if the tokenizer puts no id before a text."""
         return self.special.begin
 
     @property
@@ -80,12 +83,13 @@ class Tokenizer(Locating, ABC):
 
     @property
     def padding(self) -> int:
-        """Id that fills a row; its target never counts, so any id is valid if the model has none of its own."""
+        """Id that fills a row; its target never counts, so any id is valid if the model lacks a padding id."""
         named = (self.special.padding, self.special.end, self.special.begin)
         return next((token for token in named if token is not None and token < self.vocab_size), 0)
 
     def for_model(self, vocab_size: int) -> Self:
-        """Return this tokenizer for a model of ``vocab_size`` rows: text with an id beyond them raises DataError."""
+        """Return this tokenizer for a model with ``vocab_size`` rows: text with an id outside them raises DataError."""
+        # Shallow: both share the vocabulary and the library's objects.
         limited = copy.copy(self)
         limited.rows = vocab_size
         return limited
@@ -104,23 +108,24 @@ class Tokenizer(Locating, ABC):
         return paths
 
     def encode(self, text: str, *, chunk_characters: int | None = None) -> np.ndarray:
-        """Return the ids of ``text`` as int32, without begin and end.
+        """Encode ``text`` to int32 ids, without begin and end, ``chunk_characters`` at a time.
 
-        Memory beyond text and ids is bounded. ``chunk_characters`` is the number of characters encoded at a time.
+        Memory in addition to text and ids is bounded.
         """
-        # The empty part handles an empty text.
+        # The empty array handles an empty text.
         parts = [np.empty(0, dtype=np.int32)]
+        # Group by group: the libraries use several times a text's size while encoding.
         for group in groups(self.cut(text, chunk_characters), GROUP_CHARACTERS):
             parts += self.encode_chunks(group)
         return check_rows(self, np.concatenate(parts), "the text")
 
     def encode_document(self, text: str) -> np.ndarray:
-        """Return the ids of ``text`` between document begin and document end, int32."""
+        """Encode ``text`` between document begin and document end, int32."""
         ids = np.concatenate([self.begins_with, self.encode(text), self.ends_with])
         return check_rows(self, ids, "every document")
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, as at the beginning of a document in training data."""
+        """Encode a prompt as at the start of a document in training data."""
         if self.as_prompt is not None:
             return self.as_prompt(text)
         ids = np.concatenate([self.begins_with, self.encode(text)])
@@ -128,16 +133,16 @@ class Tokenizer(Locating, ABC):
 
     @property
     def begins_with(self) -> np.ndarray:
-        """Ids before every document: one or none."""
+        """Ids before every document: one or empty."""
         return _as_ids(self.special.begin)
 
     @property
     def ends_with(self) -> np.ndarray:
-        """Ids after every document: one or none."""
+        """Ids after every document: one or empty."""
         return _as_ids(self.special.end)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ``ids``; control ids give no text, bytes that are not UTF-8 give U+FFFD."""
+        """Decode ``ids``; control ids give no text, bytes that are not UTF-8 give U+FFFD."""
         ids = np.asarray(ids, dtype=np.int64)
         _check_known(ids, self)
         return self._decode_text(ids[~self.is_control[ids]].tolist())
@@ -148,30 +153,30 @@ class Tokenizer(Locating, ABC):
 
     @abstractmethod
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
-        """Return the ids of each chunk, int32, computed on ``threads`` cores."""
+        """Encode each chunk to int32 ids, on ``threads`` cores."""
 
     @abstractmethod
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
-        """Return the text of each chunk's ids, which is the chunk's own text if the tokenizer is lossless."""
+        """Decode each chunk's ids; a lossless tokenizer gives the chunk's own text."""
 
     @cached_property
     def spelling(self) -> Spelling | None:
-        """Bytes of each id, if any text is the concatenation of its ids' bytes; otherwise None."""
+        """Bytes per id if any text is the concatenation of its ids' bytes; otherwise None."""
         return None
 
     @abstractmethod
     def piece(self, token: int) -> str:
-        """Return the spelling of one id in the model's file, for display."""
+        """Return an id's spelling in the model's file, for display."""
 
     def spelt(self, token: int | None, nothing: str = "none") -> str:
-        """Return a token for a message: its spelling and its id, or ``nothing`` for no token."""
+        """Format a token for a message: its spelling and id, or ``nothing`` for None."""
         if token is None:
             return nothing
         return f"{printable(self.piece(token))} ({token})"
 
     @abstractmethod
     def _decode_text(self, ids: list[int]) -> str:
-        """Return the text of ids that are in the vocabulary and are not control ids."""
+        """Decode ids that are in the vocabulary and are not control ids."""
 
 
 def _check_known(ids: np.ndarray, tokenizer: Tokenizer) -> None:
@@ -183,7 +188,7 @@ def _check_known(ids: np.ndarray, tokenizer: Tokenizer) -> None:
 
 
 def groups(chunks: Iterable[Chunk], characters: int) -> Iterator[list[Chunk]]:
-    """Yield chunks in lists of about ``characters`` characters in total, at least one chunk each."""
+    """Yield chunks in lists with about ``characters`` characters in total, at least one chunk each."""
     group: list[Chunk] = []
     size = 0
     for chunk in chunks:
@@ -199,8 +204,9 @@ def groups(chunks: Iterable[Chunk], characters: int) -> Iterator[list[Chunk]]:
 def encode_by_place(
     chunks: Sequence[Chunk], encode: Callable[[list[str], bool], Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """Return the ids of each chunk by ``encode``, which takes texts and whether documents begin with them."""
+    """Encode chunks by ``encode``, which takes texts and whether documents start with them."""
     ids: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * len(chunks)
+    # Two calls instead of one per chunk: the libraries encode a batch on all cores.
     for is_first in (True, False):
         numbers = [number for number, chunk in enumerate(chunks) if chunk.is_first == is_first]
         if numbers:
@@ -216,14 +222,15 @@ def decode_by_place(
     anchor: list[int],
     decode: Callable[[list[list[int]]], list[str]],
 ) -> list[str]:
-    """Return the text of each chunk's ids by ``decode``; ``anchor`` are the ids of a letter.
+    """Decode each chunk's ids by ``decode``; ``anchor`` holds a letter's ids.
 
-    After a letter, a later chunk keeps its first space, which decoding may drop at the beginning of a text.
+    After a letter, a later chunk keeps its first space, which decoding may drop at the start of a text.
     """
     parts = [part.tolist() for part in ids]
     for part, chunk in zip(parts, chunks, strict=True):
         if not chunk.is_first:
             part[:0] = anchor
+    # Decode the anchor alone too: its text is the prefix to remove.
     texts = decode([anchor, *parts])
     anchor_text = texts.pop(0)
     for number, chunk in enumerate(chunks):
@@ -233,7 +240,7 @@ def decode_by_place(
 
 
 def check_characters(text: str) -> None:
-    """Raise DataError for half of a surrogate pair, which UTF-8 cannot represent and no library encodes."""
+    """Raise DataError for half a surrogate pair, which UTF-8 cannot represent and no library encodes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -241,7 +248,7 @@ def check_characters(text: str) -> None:
 
 
 def _as_ids(token: int | None) -> np.ndarray:
-    """Return the id as an array of one, or an empty array."""
+    """Return the id in a one-element array, or an empty array."""
     if token is None:
         return np.empty(0, dtype=np.int32)
     return np.array([token], dtype=np.int32)

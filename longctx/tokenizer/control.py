@@ -1,7 +1,6 @@
-"""``ControlFinder``: the control tokens that a chat template has written into a text, and their positions.
+"""``ControlFinder``: find the control tokens that a chat template has written into a text.
 
-It works like the library ``tokenizers``: leftmost first, of those the longest, each with the white space that it
-absorbs.
+Matching follows the library ``tokenizers``: leftmost first, then longest, each with the white space that it absorbs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from longctx.errors import DataError
 
 Span = tuple[int, int]
-"""First character and the one behind the last."""
+"""First character, and the index after the last one."""
 
 
 class AddedToken(NamedTuple):
@@ -27,28 +26,28 @@ class AddedToken(NamedTuple):
     id: int
     is_control: bool = True
     strips_left: bool = False
-    """Whether white space before it is part of it."""
+    """True if preceding white space is part of it."""
     strips_right: bool = False
     is_word: bool = False
-    """Whether it is one only if no letter or digit stands beside it."""
+    """True if it only matches without an adjacent letter or digit."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """Ids with the character span of each in the text."""
+    """Ids with their character spans in the text."""
 
     ids: np.ndarray
-    """int32 [N]."""
+    """Token ids, int32 [N]."""
     starts: np.ndarray
-    """int64 [N]."""
+    """First character of each token, int64 [N]."""
     stops: np.ndarray
-    """int64 [N]: the character behind the last."""
+    """Index after each token's last character, int64 [N]."""
 
     @classmethod
     def joined(cls, parts: Sequence[Located]) -> Located:
-        """Return parts of one text as one, in their order."""
+        """Join parts of one text, in order."""
         none = np.empty(0, np.int64)
-        # The empty parts handle a text without any.
+        # The empty arrays handle an empty list.
         return cls(
             np.concatenate([none.astype(np.int32)] + [part.ids for part in parts]),
             np.concatenate([none] + [part.starts for part in parts]),
@@ -60,7 +59,7 @@ class Located:
         return Located(self.ids, self.starts + by, self.stops + by)
 
     def within(self, spans: Sequence[Span]) -> np.ndarray:
-        """Return for each id whether it overlaps one of these ascending spans, bool [N]."""
+        """Return True for each id that overlaps one of these ascending spans, bool [N]."""
         if not spans:
             return np.zeros(len(self.ids), dtype=bool)
         starts, stops = np.array(spans, dtype=np.int64).T
@@ -74,14 +73,15 @@ class Chunk(NamedTuple):
 
     text: str
     is_first: bool
-    """Whether the document begins with it: some tokenizers put a space before a document, none before a later part."""
+    """True if the document starts with it: some tokenizers put a space before a document, but not before its parts."""
 
 
 class ControlFinder:
-    """Finder of a tokenizer's control tokens in a text."""
+    """Finder for a tokenizer's control tokens in a text."""
 
     def __init__(self, added: Mapping[str, AddedToken]) -> None:
         self._added = dict(added)
+        # Regex alternation takes the first alternative that matches, so the longest comes first.
         longest_first = sorted((text for text in added if text), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -100,28 +100,31 @@ class ControlFinder:
             at = stop
             if token.is_word and not _stands_alone(text, start, stop):
                 continue
+            # Matches and spans both ascend.
             while span is not None and span[1] <= start:
                 span = next(spans, None)
             is_plain = span is not None and span[0] < stop
+            # Absorbed white space must not reach into the previous control token.
             if token.strips_left:
                 start = max(len(text[:start].rstrip()), behind)
             if token.strips_right:
                 stop = len(text) - len(text[stop:].lstrip())
+            # Other matches stay text, but no control token can start inside them.
             if token.is_control and not is_plain:
                 yield start, stop, token.id
                 at = behind = stop
 
 
 class Locating:
-    """Support of a tokenizer for rendered conversations."""
+    """Tokenizer support for rendered conversations."""
 
     path: Path
     as_prompt: Callable[[str], list[int]] | None = None
-    """What makes a prompt's ids instead of ``encode_prompt`` itself: a chat template."""
+    """Function that replaces ``encode_prompt``, such as a chat template; unset by default."""
 
     @cached_property
     def controls(self) -> ControlFinder:
-        """Finder of the tokens that a chat template writes; raises DataError if the tokenizer does not define them."""
+        """Finder for the tokens that a chat template writes; raises DataError if the tokenizer does not define them."""
         raise DataError(
             f"tokenizer={self.path} is a SentencePiece model, whose file does not say how conversations are cut.\n"
             "Write its tokenizer.json first: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
@@ -129,11 +132,11 @@ class Locating:
 
     @cached_property
     def sections_begin_anew(self) -> bool:
-        """True if the text after a control token gets the same space as a document's beginning."""
+        """True if the text after a control token gets the same space as a document's start."""
         return False
 
     def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
-        """Return the ids of each chunk, with the character span of each."""
+        """Return each chunk's ids with their character spans."""
         raise NotImplementedError
 
 

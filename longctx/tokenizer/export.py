@@ -1,6 +1,6 @@
-"""Export of a SentencePiece model as Hugging Face's fast tokenizer files.
+"""Export from SentencePiece to Hugging Face's fast tokenizer files.
 
-A model of ours is written with real spaces in its pieces. It needs no normaliser then, and U+2581 itself in a text
+Our own models are written with real spaces in their pieces. They need no normaliser then, and U+2581 itself in a text
 falls back to its three bytes, as in training data. Other models keep SentencePiece's spelling of spaces, with the
 normaliser and the leading space that their own file requests.
 """
@@ -17,20 +17,20 @@ from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from longctx.tokenizer.templates import has_templates
 
 _NEVER_CHOSEN = -1e4
-"""Score of a control or byte piece in an exported Unigram: text that spells it is never cheaper as that piece."""
+"""Score for a control or byte piece in an exported Unigram: text that spells it is never cheaper as that piece."""
 
 
 def fast_files(tokenizer: SentencePieceTokenizer, *, max_positions: int) -> dict[str, dict[str, Any]]:
     """Return tokenizer.json and tokenizer_config.json; raise DataError if they cannot express the model.
 
-    The files begin a text with ``document_begin``, as ``generate`` and training data do.
+    The files start a text with ``document_begin``, as ``generate`` and training data do.
     """
     _check_expressible(tokenizer)
     return {"tokenizer.json": _content(tokenizer), "tokenizer_config.json": _config(tokenizer, max_positions)}
 
 
 def piece_texts(tokenizer: SentencePieceTokenizer, group: int = 100) -> Iterator[str]:
-    """Yield the names of all pieces, ``group`` at a time, with and without white space between them."""
+    """Yield all piece names, ``group`` at a time, with and without white space between them."""
     names = _spaced(tokenizer)
     for start in range(0, len(names), group):
         for between in ("", " ", "\n"):
@@ -41,6 +41,7 @@ def _check_expressible(tokenizer: SentencePieceTokenizer) -> None:
     """Raise DataError if no tokenizer.json can give the model's ids."""
     model = tokenizer.processor
     pieces = range(tokenizer.vocab_size)
+    # Collect all reasons: each one alone rules a tokenizer.json out.
     reasons = {
         f"its type is {tokenizer.model_type}, not BPE or Unigram": tokenizer.model_type not in ("BPE", "Unigram"),
         "it has unused pieces": any(model.is_unused(i) for i in pieces),
@@ -70,6 +71,7 @@ def _content(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
         normalizer = {"type": "Sequence", "normalizers": list(_normalizers(tokenizer))}
         pre_tokenizer = _prefix_step(tokenizer)
         decoders.insert(0, {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "})
+        # Decoding drops the dummy prefix again.
         if tokenizer.normalizer.add_dummy_prefix:
             decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     if tokenizer.model_type == "Unigram":
@@ -101,23 +103,22 @@ def _normalizers(tokenizer: SentencePieceTokenizer) -> Iterator[dict[str, Any]]:
     if spec.remove_extra_whitespaces:
         yield {"type": "Replace", "pattern": {"Regex": rf"\A +|[ {SPACE_MARK}]+\z"}, "content": ""}
         yield {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    # With user-defined symbols ``_prefix_step`` adds the prefix.
     if spec.add_dummy_prefix and not tokenizer.user_defined:
         yield {"type": "Prepend", "prepend": SPACE_MARK}
     yield {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
 
 
 def _prefix_step(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
-    """Return the step that puts a space before a text that user-defined symbols may cut.
-
-    A normaliser would put one before each part.
-    """
+    """Return the step that puts a space before a text that user-defined symbols may cut."""
     if not tokenizer.normalizer.add_dummy_prefix or not tokenizer.user_defined:
         return None
+    # A normaliser would put a space before each part.
     return {"type": "Metaspace", "replacement": SPACE_MARK, "prepend_scheme": "first", "split": False}
 
 
 def _bpe(tokenizer: SentencePieceTokenizer, texts: list[str], *, unknown: str | None) -> dict[str, Any]:
-    """Return a BPE model by the ranks of the pieces."""
+    """Return a BPE model from the pieces' ranks."""
     return {
         "type": "BPE",
         "dropout": None,
@@ -133,7 +134,7 @@ def _bpe(tokenizer: SentencePieceTokenizer, texts: list[str], *, unknown: str | 
 
 
 def _unigram(tokenizer: SentencePieceTokenizer, texts: list[str]) -> dict[str, Any]:
-    """Return a Unigram model by the scores of the pieces."""
+    """Return a Unigram model from the pieces' scores."""
     bytes_alone = [i for i in range(tokenizer.vocab_size) if tokenizer.processor.is_byte(i)]
     fixed = {*_controls(tokenizer), *bytes_alone, tokenizer.processor.unk_id()}
     vocabulary: list[list[Any]] = []
@@ -151,11 +152,9 @@ def _unigram(tokenizer: SentencePieceTokenizer, texts: list[str]) -> dict[str, A
 
 
 def _merges(tokenizer: SentencePieceTokenizer, texts: list[str]) -> Iterator[list[str]]:
-    """Yield every way to make a piece from two others, best piece first.
-
-    SentencePiece ranks pieces and a fast tokenizer ranks merges, so the merges of one piece get an order that
-    SentencePiece does not have. The order did not matter in 1,500 vocabularies of one to three letters.
-    """
+    """Yield every way to merge two pieces into a third, best result first."""
+    # SentencePiece ranks pieces and a fast tokenizer ranks merges, so the merges for one piece get an order that
+    # SentencePiece does not have. The order did not matter in 1,500 vocabularies with one to three letters.
     learned = _learned(tokenizer)
     known = {texts[i] for i in learned}
     for i in sorted(learned, key=tokenizer.processor.get_score, reverse=True):
@@ -177,7 +176,7 @@ def _controls(tokenizer: SentencePieceTokenizer) -> list[int]:
 
 
 def _spaced(tokenizer: SentencePieceTokenizer) -> list[str]:
-    """Return the text of each piece with real spaces; the names of control and byte pieces are unchanged."""
+    """Return each piece's text with real spaces; names of control and byte pieces are unchanged."""
     names = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
     for i in _learned(tokenizer):
         names[i] = names[i].replace(SPACE_MARK, " ")
@@ -191,7 +190,7 @@ def _added(token: int, content: str, *, special: bool) -> dict[str, Any]:
 
 
 def _frame(tokenizer: SentencePieceTokenizer) -> dict[str, Any] | None:
-    """Return the post-processor that puts the begin id before a text; None if there is none."""
+    """Return the post-processor that puts the begin id before a text; None without a begin id."""
     begin = tokenizer.document_begin
     if begin is None:
         return None

@@ -1,4 +1,4 @@
-"""Hugging Face's ``tokenizer.json``, encoded by the ``tokenizers`` library itself.
+"""Tokenizer for Hugging Face's ``tokenizer.json``, encoded by the ``tokenizers`` library itself.
 
 Special tokens spelt in a text stay text, as with transformers' ``split_special_tokens=True``. Some models would still
 choose a special token's own vocabulary entry for its spelling (a Unigram does). Such a chunk is encoded again with
@@ -30,10 +30,10 @@ _PROOF_CHARACTERS = 64
 
 
 class FastTokenizer(Tokenizer):
-    """Tokenizer from a tokenizer.json of any kind; the library encodes with all cores."""
+    """Tokenizer from any kind of tokenizer.json; the library encodes on all cores."""
 
     def __init__(self, content: bytes, *, path: Path, companions: Mapping[str, bytes] | None = None) -> None:
-        """Load the tokenizer. ``companions`` are the other files of its folder, which name begin and end ids."""
+        """Load the tokenizer. ``companions`` are the other files in its folder, which name begin and end ids."""
         files = {JSON_FILE: content} | dict(companions or {})
         self._json = read_object(files, JSON_FILE, path)
         self._fast = _build(content, self._json, path)
@@ -47,6 +47,7 @@ class FastTokenizer(Tokenizer):
         own = {"bos": before, "begin": before, "end": after}
         special = special_ids(files, self._fast.token_to_id, path=path, file=JSON_FILE, **own)
         vocabulary = self._fast.get_vocab(with_added_tokens=True)
+        # Ids may have gaps, so count up to the largest one.
         vocab_size = max(vocabulary.values(), default=-1) + 1
         if not vocab_size:
             raise DataError(f"tokenizer={path} has no vocabulary. Copy it again.")
@@ -66,19 +67,19 @@ class FastTokenizer(Tokenizer):
             yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
-        """Return the ids of each chunk, int32; a later chunk gets no leading space."""
+        """Encode each chunk to int32 ids; a later chunk gets no leading space."""
         with library_faults(self.path):
             return encode_by_place(chunks, self._encode_texts)
 
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
-        """Return the text of each chunk's ids."""
+        """Decode each chunk's ids."""
         anchor = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
         with library_faults(self.path):
             return decode_by_place(ids, chunks, anchor, partial(self._fast.decode_batch, skip_special_tokens=False))
 
     @cached_property
     def controls(self) -> ControlFinder:
-        """Finder of the file's added tokens; the special ones are control tokens."""
+        """Finder for the file's added tokens; the special ones are control tokens."""
         return ControlFinder(
             {
                 added.content: AddedToken(number, added.special, added.lstrip, added.rstrip, added.single_word)
@@ -88,17 +89,18 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def sections_begin_anew(self) -> bool:
-        """True if the text after a control token gets the same space as a document's beginning."""
+        """True if the text after a control token gets the same space as a document's start."""
         special = {added.content: number for number, added in self._added.items() if added.special}
         return self._variants.begins_anew(special)
 
     def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
-        """Return the ids of each chunk, with the character span of each."""
+        """Return each chunk's ids with their character spans."""
         located: list[Located] = []
         with library_faults(self.path):
             for chunk in chunks:
                 fast = self._fast if chunk.is_first else self._variants.later
                 encoding = fast.encode(chunk.text, add_special_tokens=False)
+                # A special token's entry was chosen for plain text: encode again without it.
                 if self.is_control[_ids(encoding)].any():
                     encoding = self._encode_guarded(chunk.text, chunk.is_first)
                 starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
@@ -106,7 +108,7 @@ class FastTokenizer(Tokenizer):
         return located
 
     def piece(self, token: int) -> str:
-        """Return the spelling of one id in the file, for display; empty for an unused number."""
+        """Return an id's spelling in the file, for display; empty for an unused number."""
         return self._fast.id_to_token(int(token)) or ""
 
     @cached_property
@@ -122,10 +124,11 @@ class FastTokenizer(Tokenizer):
             return self._fast.decode(ids, skip_special_tokens=False)
 
     def _encode_texts(self, texts: list[str], is_first: bool) -> list[np.ndarray]:
-        """Return the ids of each text, none of which is a special token."""
+        """Encode texts so that no text becomes a special token."""
         fast = self._fast if is_first else self._variants.later
         encoded = [_ids(found) for found in fast.encode_batch_fast(texts, add_special_tokens=False)]
         for number, ids in enumerate(encoded):
+            # Rare: only such a text is encoded twice.
             if self.is_control[ids].any():
                 encoded[number] = _ids(self._encode_guarded(texts[number], is_first))
         return encoded
@@ -143,7 +146,7 @@ class FastTokenizer(Tokenizer):
         # A Prepend applies to every part between added tokens, not only to the start of the text.
         if plain and "Prepend" in json.dumps(self._json.get("normalizer")):
             return never
-        # The vocabulary spells bytes with other characters than the text.
+        # Byte-level vocabularies spell bytes with other characters than the text.
         if "ByteLevel" in json.dumps(self._json.get("pre_tokenizer")):
             return never
         pieces = list(self._fast.get_vocab(with_added_tokens=False))
@@ -151,9 +154,10 @@ class FastTokenizer(Tokenizer):
         return Neighbours(pieces + plain, is_normalised=normalised, has_byte_fallback=has_bytes).is_certain
 
     def _ends_word(self, text: str, at: int) -> bool:
-        """Return whether a word ends here, and the tokenizer encodes both sides independently."""
+        """Return True if a word ends here, and the tokenizer encodes both sides independently."""
         if not ends_word(text, at):
             return False
+        # Compare a window instead of the full text: the check costs the same at every cut.
         left, right = text[max(0, at - _PROOF_CHARACTERS) : at], text[at : at + _PROOF_CHARACTERS]
         whole = self._fast.encode(left + right, add_special_tokens=False).ids
         halves = self._fast.encode(left, add_special_tokens=False).ids
@@ -162,7 +166,7 @@ class FastTokenizer(Tokenizer):
 
 
 class _Variants:
-    """Variants of the library's tokenizer for parts of a text."""
+    """Library tokenizer variants for parts of a text."""
 
     def __init__(self, fast: tokenizers.Tokenizer, content: dict[str, Any], path: Path) -> None:
         self._fast, self._json, self._path = fast, content, path
@@ -176,18 +180,19 @@ class _Variants:
 
     @cached_property
     def later(self) -> tokenizers.Tokenizer:
-        """Tokenizer for a chunk that does not begin its document."""
+        """Tokenizer for a chunk that does not start its document."""
         without_prefix = _without_prefix(self._json)
-        # Words are cut before a space, which is a leading space already.
+        # Words are cut before a space, which is already a leading space.
         if self.cuts_words or without_prefix == self._json:
             return self._fast
         return _from_json(without_prefix, self._path)
 
     def begins_anew(self, special: Mapping[str, int]) -> bool:
-        """Return whether the text after a special token is encoded like the beginning of a document."""
+        """Return True if the text after a special token is encoded like a document's start."""
         if not special or self.later is self._fast:
             return True
         content, number = next(iter(special.items()))
+        # Only here a special token's text must become its id.
         self._fast.encode_special_tokens = False
         try:
             behind = self._fast.encode(content + _ANCHOR, add_special_tokens=False).ids
@@ -196,7 +201,8 @@ class _Variants:
         return behind == [number, *self._fast.encode(_ANCHOR, add_special_tokens=False).ids]
 
     def guarded(self, special: frozenset[str], is_first: bool) -> tokenizers.Tokenizer:
-        """Return the tokenizer with its special tokens' vocabulary entries renamed to names that no text can spell."""
+        """Return the tokenizer with special tokens' vocabulary entries renamed to names that no text can spell."""
+        # Build on demand: most texts spell no special token.
         if is_first not in self._guarded:
             content = self._json
             if not is_first and not self.cuts_words:
@@ -206,7 +212,7 @@ class _Variants:
 
 
 def _control_ids(vocabulary: Mapping[str, int], special: list[int]) -> np.ndarray:
-    """Return for each id whether it is a special token, or an unused number."""
+    """Return True for each id that is a special token or an unused number."""
     control = np.ones(max(vocabulary.values()) + 1, dtype=bool)
     control[list(vocabulary.values())] = False
     control[special] = True
@@ -218,9 +224,10 @@ def _ids(encoding: tokenizers.Encoding) -> np.ndarray:
 
 
 def _build(content: bytes, parsed: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
-    """Return the library's tokenizer without truncation, padding and dropout; raise DataError if it cannot be read."""
+    """Build the library's tokenizer without truncation, padding and dropout; raise DataError if it cannot be read."""
     if not isinstance(parsed.get("model"), dict):
         raise DataError(f"tokenizer={path} is not a tokenizer.json: it has no model. Copy it again.")
+    # Check before the library parses it: the file is untrusted.
     check_growth(parsed, path)
     if parsed["model"].get("dropout"):
         return _from_json(parsed | {"model": parsed["model"] | {"dropout": None}}, path)
@@ -228,7 +235,7 @@ def _build(content: bytes, parsed: dict[str, Any], path: Path) -> tokenizers.Tok
 
 
 def _from_json(content: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
-    """Return the library's tokenizer of an edited tokenizer.json."""
+    """Build the library's tokenizer from an edited tokenizer.json."""
     return _from_text(json.dumps(content, ensure_ascii=False), path)
 
 
@@ -248,7 +255,7 @@ def _from_text(content: str, path: Path) -> tokenizers.Tokenizer:
 
 
 def _frame(fast: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
-    """Return the ids that the post-processor puts before a text and after it."""
+    """Return the ids that the post-processor puts before and after a text."""
     ids = fast.encode("a", add_special_tokens=False).ids
     framed = fast.encode("a", add_special_tokens=True).ids
     if len(framed) <= len(ids):
@@ -261,13 +268,14 @@ def _frame(fast: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
 
 
 def _fingerprint(content: dict[str, Any], begin: int | None, end: int | None) -> str:
-    """Return the xxh3_128 of everything that affects ids.
+    """Return the xxh3_128 over everything that affects ids.
 
-    That excludes the decoder, the post-processor's pairs, truncation, padding and version.
+    Excluded are the decoder, the post-processor's pairs, truncation, padding and version.
     """
     model = dict(content["model"])
     if model.get("merges"):
         model["merges"] = _pairs(model["merges"])
+    # Loading disables dropout.
     model["dropout"] = None
     deciding = [content.get(key) for key in ("normalizer", "pre_tokenizer", "added_tokens")]
     canonical = json.dumps([deciding, model, begin, end], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -275,7 +283,7 @@ def _fingerprint(content: dict[str, Any], begin: int | None, end: int | None) ->
 
 
 def _pairs(merges: list[Any]) -> list[list[str]]:
-    """Return merges as pairs: older files write one as "a b", newer ones as ["a", "b"]."""
+    """Return merges as pairs: older files write "a b", newer ones ["a", "b"]."""
     if isinstance(merges[0], str):
         return [merge.split(" ", 1) for merge in merges]
     return merges
@@ -290,7 +298,7 @@ def _without_prefix(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _edit_steps(step: Any) -> Any:
-    """Return a step of the pipeline without its prefix; None if the prefix is all it does."""
+    """Return a pipeline step without its prefix; None if it only adds the prefix."""
     if not isinstance(step, dict):
         return step
     if step.get("type") == "Prepend":
@@ -307,7 +315,7 @@ def _edit_steps(step: Any) -> Any:
 
 
 def _keeps_characters(normalizer: Any) -> bool:
-    """Return whether a normalizer only respells spaces and adds a leading one."""
+    """Return True if a normalizer only respells spaces and adds a leading one."""
     if normalizer is None:
         return True
     kind = normalizer.get("type")

@@ -1,8 +1,8 @@
-"""Limits on the growth of a text in an untrusted tokenizer, and its failures as our errors.
+"""Limits on text growth in an untrusted tokenizer, and its failures as our errors.
 
 A normalizer that replaces each letter by a megabyte, or ten that each double the text, would fill the memory with the
-first line of text. The library runs them within one call, so the worst case is computed from the file, before anything
-is encoded: per step the maximum number of characters made from one, and the product of all.
+first line of text. The library runs them within one call, so the worst case is computed from the file before anything
+is encoded: the product, over all steps, of the maximum characters made from one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from longctx.errors import DataError
 from longctx.tokenizer.patterns import shortest_match
 
 MOST_GROWTH = 256
-"""The most characters that a normalizer, pre-tokenizer or decoder may make of one, and ids that stand around a text."""
+"""Maximum characters that a normalizer, pre-tokenizer or decoder may make from one, and maximum ids around a text."""
 _MOST_STEPS = 256
-"""Steps of each. Those of published tokenizers have at most ten."""
+"""Maximum steps in each; published tokenizers have at most ten."""
 MOST_AFFIX = 64
-"""Characters of a prefix or suffix that the model puts to a piece of a word, for each piece that it tries."""
+"""Maximum characters in a prefix or suffix that the model adds to a word piece, for each piece that it tries."""
 MOST_WORD = 256
-"""Characters of a word that a WordPiece looks for: of so many it tries the cube. Published ones have 100."""
+"""Maximum characters in a word for WordPiece, with time cubic in this number. Published tokenizers have 100."""
 MOST_PIECE = 512
-"""Characters of a piece of a Unigram, which looks for it at each character of a text. Trained ones have 16."""
+"""Maximum characters in a Unigram piece, which is tried at each character of a text. Trained pieces have 16."""
 _PARTS = (
     ("normalizer", "normalizers"),
     ("pre_tokenizer", "pretokenizers"),
@@ -37,14 +37,15 @@ _PARTS = (
 
 
 def check_growth(content: dict[str, Any], path: Path) -> None:
-    """Raise DataError if a tokenizer.json may multiply a text, or the time for it, beyond the limits."""
+    """Raise DataError if a tokenizer.json may multiply a text, or the time for it, past the limits."""
     before = 1.0
     for part, list_name in _PARTS:
         steps = list(_steps(content.get(part), list_name))
         growth = 1.0
-        # The pre-tokenizer gets the output of the normalizer.
+        # The pre-tokenizer gets the normalizer's output.
         if part == "pre_tokenizer":
             growth = before
+        # Factors multiply: each step may expand the previous one's output.
         for step in steps[:_MOST_STEPS]:
             growth *= _GROWTHS[part](step)
         if len(steps) > _MOST_STEPS or growth > MOST_GROWTH:
@@ -57,12 +58,12 @@ def check_growth(content: dict[str, Any], path: Path) -> None:
 
 
 def check_charsmap(charsmap: bytes, path: Path) -> None:
-    """Raise DataError if the character map of a SentencePiece model makes too much text of one character."""
+    """Raise DataError if a SentencePiece model's character map makes too much text from one character."""
     check_lengths({"its map makes a text, in bytes,": longest_text(charsmap)}, MOST_GROWTH, path)
 
 
 def check_lengths(lengths: dict[str, int], most: int, path: Path) -> None:
-    """Raise DataError for anything longer than ``most``."""
+    """Raise DataError for a length greater than ``most``."""
     for name, length in lengths.items():
         if length > most:
             raise DataError(
@@ -73,7 +74,7 @@ def check_lengths(lengths: dict[str, int], most: int, path: Path) -> None:
 
 @contextmanager
 def library_faults(path: Path) -> Iterator[None]:
-    """Turn panics of the library ``tokenizers``, such as from an endless regular expression, into a DataError."""
+    """Turn panics in the library ``tokenizers``, for example from an endless regular expression, into a DataError."""
     try:
         yield
     except BaseException as error:
@@ -87,7 +88,7 @@ def library_faults(path: Path) -> Iterator[None]:
 
 
 def _steps(step: Any, list_name: str, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a part, including those of nested sequences."""
+    """Yield a part's steps, including those in nested sequences."""
     if not isinstance(step, dict) or depth > _MOST_STEPS:
         return
     inner = step.get(list_name)
@@ -108,7 +109,7 @@ def _check_model(model: Any, path: Path) -> None:
     if isinstance(word, int):
         check_lengths({"its max_input_chars_per_word allows a word": word}, MOST_WORD, path)
     pieces = model.get("vocab")
-    # A Unigram's pieces are pairs of a piece and its score.
+    # A Unigram's vocabulary is a list of (piece, score) pairs.
     if isinstance(pieces, list):
         longest = max((len(piece[0]) for piece in pieces if isinstance(piece, list) and _is_text(piece)), default=0)
         check_lengths({"it has a piece": longest}, MOST_PIECE, path)
@@ -119,11 +120,9 @@ def _is_text(piece: list[Any]) -> bool:
 
 
 def _normalizer_growth(step: dict[str, Any]) -> float:
-    """Return the maximum number of characters that a step makes from one.
-
-    Steps of Unicode's normal forms count as 1: they make at most 18 times as much of a text, and repeating them makes
-    no more. Text inserted by another step counts with their expansion of it (``_made``).
-    """
+    """Return the maximum characters that a step makes from one."""
+    # Unicode normal forms count as 1: they make a text at most 18 times longer, and repeating them adds no more. Text
+    # inserted by another step counts with its expansion (``_made``).
     kind = step.get("type")
     if kind == "Replace":
         return _replaced(step)
@@ -136,15 +135,15 @@ def _normalizer_growth(step: dict[str, Any]) -> float:
 
 
 def _pre_tokenizer_growth(step: dict[str, Any]) -> float:
-    """Return the maximum number of characters that a step makes from one; steps that only cut add none."""
+    """Return the maximum characters that a step makes from one; steps that only cut add no characters."""
     if step.get("type") == "ByteLevel":
         return 4.0 + (step.get("add_prefix_space") is not False)
-    # Before each part, and a part may be one character.
+    # The prefix precedes each part, and a part may be one character.
     return 2.0 if step.get("type") == "Metaspace" else 1.0
 
 
 def _decoder_growth(step: dict[str, Any]) -> float:
-    """Return the maximum number of characters that a step makes from one."""
+    """Return the maximum characters that a decoder step makes from one."""
     if step.get("type") in ("Replace", "Prepend"):
         return _normalizer_growth(step)
     # An empty string matches before every character. One space per token is not a multiple.
@@ -175,7 +174,7 @@ _GROWTHS = {
 
 
 def _replaced(step: dict[str, Any]) -> float:
-    """Return the maximum number of characters that a Replace makes from one."""
+    """Return the maximum characters that a Replace makes from one."""
     pattern, least = step.get("pattern"), 0
     if isinstance(pattern, dict) and isinstance(pattern.get("String"), str):
         least = len(pattern["String"])
@@ -187,7 +186,7 @@ def _replaced(step: dict[str, Any]) -> float:
 
 
 def _made(text: str) -> int:
-    """Return the number of characters in a text, or in its longest Unicode form: a letter may expand to 18."""
+    """Return a text's length, or that of its longest Unicode form: a letter may expand to 18."""
     return max(len(text), len(unicodedata.normalize("NFKD", text.lower())))
 
 
@@ -207,7 +206,7 @@ def longest_text(charsmap: bytes) -> int:
     begin = 4 + int.from_bytes(charsmap[:4], "little")
     texts = charsmap[begin:].split(b"\0")
     longest = max(map(len, texts))
-    # A text that is too long already need not be examined.
+    # Skip the expansion for a text that is too long already.
     if longest > MOST_GROWTH:
         return longest
     return max(longest, max(_made(text.decode("utf-8", "replace")) for text in texts))

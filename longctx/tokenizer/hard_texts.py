@@ -20,4 +20,4 @@ HARD_TEXTS = (
     f"{SPACE_MARK}raw{SPACE_MARK}{SPACE_MARK}mark {SPACE_MARK}",
     "=" * 67 + "-" * 33 + " " * 41 + "\t" * 9 + "ababababa" + "aaaaaaaaaaaa",
 )
-"""Texts that exports are checked on, each of a kind of its own."""
+"""Texts for checking exports, each with a different difficulty."""

@@ -1,4 +1,4 @@
-"""``load_tokenizer``: the tokenizer at any path that a user names."""
+"""``load_tokenizer``: load the tokenizer at any path that a user names."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "tekken.json",
 )
-"""The files of a Hugging Face folder that belong to its tokenizer."""
+"""Tokenizer files in a Hugging Face folder."""
 CARRIED_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG)
-"""What travels with shards and checkpoints, beside named chat templates (``templates``)."""
+"""Files copied with shards and checkpoints, in addition to named chat templates (``templates``)."""
 
 MOST_TOKENIZER_BYTES = 256 * 2**20
-"""The largest file of a tokenizer that is read; the largest that are published have some 35 MB."""
+"""Maximum size of a tokenizer file that is read; the largest published ones have some 35 MB."""
 
 _FORMS = (
     "It may be a SentencePiece model (F.model), a tokenizer.json, a Hugging Face folder, a checkpoint, a run folder "
@@ -49,37 +49,39 @@ _FORMS = (
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Return the tokenizer at ``path``: a SentencePiece model, a tokenizer.json, or a folder that holds one.
+    """Load the tokenizer at ``path``: a SentencePiece model, a tokenizer.json, or a folder that holds one.
 
     The folder may be Hugging Face's, a checkpoint, a run (its newest checkpoint) or a shard folder. Begin and end ids
-    come from the files next to the tokenizer. Raise ``DataError`` if there is none, or if it is damaged.
+    come from the files next to the tokenizer. Raise ``DataError`` if the tokenizer is missing or damaged.
     """
     path = Path(path)
     if path.is_dir():
         return _load_folder(path)
     content = _read(path)
     companions: dict[str, bytes] = {}
-    # The settings of a model's own folder apply; a file with another name is used alone.
+    # Settings in a model's own folder apply; a file with another name is used alone.
     if path.name in (MODEL_FILE, JSON_FILE):
         companions = _companions(path.parent, [name for name in CARRIED_FILES if name not in (MODEL_FILE, JSON_FILE)])
+    # Decide by content: the file may have any name.
     if content.lstrip()[:1] == b"{":
         return _load_json(content, path, companions)
     return _load_model(content, path, companions)
 
 
 def is_carried(name: str) -> bool:
-    """Return whether a file of shards or of a checkpoint belongs to its tokenizer."""
+    """Return True if a file in shards or a checkpoint belongs to the tokenizer."""
     return name in CARRIED_FILES or is_template(name)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder holds a tokenizer that ``load_tokenizer`` reads."""
+    """Return True if a folder holds a tokenizer that ``load_tokenizer`` reads."""
     return any((folder / name).is_file() for name in (MODEL_FILE, JSON_FILE))
 
 
 def fingerprints(folder: str | Path) -> dict[str, str]:
-    """Return the fingerprint of each tokenizer in a folder, by file: a model may have tokenizer.json and .model."""
+    """Return fingerprints by file for each tokenizer in a folder: a model may have tokenizer.json and .model."""
     folder = Path(folder)
+    # Keyed by fingerprint first: equal tokenizers appear once.
     found = {load_tokenizer(folder).fingerprint: str(folder)}
     for name in (MODEL_FILE, JSON_FILE):
         if (folder / name).is_file():
@@ -95,7 +97,7 @@ def generation_settings(folder: Path) -> bytes | None:
 
 
 def same_files(folder: Path, other: Path) -> bool:
-    """Return whether two folders have equal files for all that affects ids, so that comparing them needs no loading."""
+    """Return True if all files that affect ids are equal in two folders, so that comparing them needs no loading."""
     names = (MODEL_FILE, JSON_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG)
     return all(_bytes_or_none(folder / name) == _bytes_or_none(other / name) for name in names)
 
@@ -107,7 +109,7 @@ def _bytes_or_none(path: Path) -> bytes | None:
 
 
 def _load_folder(folder: Path) -> Tokenizer:
-    """Return the tokenizer in a folder; for a run, that of its newest checkpoint."""
+    """Load the tokenizer in a folder; for a run, its newest checkpoint's."""
     if not has_tokenizer(folder) and (folder / CHECKPOINTS).is_dir():
         checkpoints = list_checkpoints(folder)
         if not checkpoints:
@@ -123,8 +125,9 @@ def _load_folder(folder: Path) -> Tokenizer:
 
 
 def load_files(files: Mapping[str, bytes], folder: Path) -> Tokenizer:
-    """Return the tokenizer of these files; messages use ``folder`` as their location."""
+    """Load the tokenizer from these files; messages use ``folder`` as their location."""
     files = dict(files)
+    # Our own export has both files, and the model file is exact.
     if MODEL_FILE in files and JSON_FILE in files:
         model = _load_own_model(files, folder)
         if model is not None:
@@ -135,14 +138,14 @@ def load_files(files: Mapping[str, bytes], folder: Path) -> Tokenizer:
 
 
 def _load_own_model(files: Mapping[str, bytes], folder: Path) -> Tokenizer | None:
-    """Return a model of ours if the tokenizer.json is an export of it. Otherwise None: the tokenizer.json applies."""
+    """Return our own model if the tokenizer.json is an export from it; otherwise None: the tokenizer.json applies."""
     from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
     companions = {name: content for name, content in files.items() if name != MODEL_FILE}
     try:
         tokenizer = SentencePieceTokenizer(files[MODEL_FILE], path=folder, companions=companions)
     except DataError:
-        # A tokenizer.model next to a tokenizer.json may be of another library (Llama 3 has tiktoken's).
+        # A tokenizer.model next to a tokenizer.json may be from another library (Llama 3 has tiktoken's).
         return None
     if tokenizer.is_own:
         return tokenizer
@@ -150,14 +153,15 @@ def _load_own_model(files: Mapping[str, bytes], folder: Path) -> Tokenizer | Non
 
 
 def _load_json(content: bytes, path: Path, companions: Mapping[str, bytes]) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json."""
+    """Load a tokenizer.json."""
+    # Import on demand: each library is needed for one form only.
     from longctx.tokenizer.fast import FastTokenizer
 
     return FastTokenizer(content, path=path, companions=companions)
 
 
 def _load_model(content: bytes, path: Path, companions: Mapping[str, bytes]) -> Tokenizer:
-    """Return the tokenizer of a SentencePiece model; raise DataError for files that are mistaken for one."""
+    """Load a SentencePiece model; raise DataError for files that are mistaken for one."""
     from longctx.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
     if _is_tiktoken(content):
@@ -171,7 +175,7 @@ def _load_model(content: bytes, path: Path, companions: Mapping[str, bytes]) -> 
 
 
 def _is_tiktoken(content: bytes) -> bool:
-    """Return whether a file begins like tiktoken's: a token in base64, a space, its rank."""
+    """Return True if a file starts like tiktoken's: a token in base64, a space, its rank."""
     parts = content[:400].split(b"\n")[0].split(b" ")
     return len(parts) == 2 and parts[1].strip().isdigit()
 
@@ -189,7 +193,7 @@ def _check_added_tokens(tokenizer: Tokenizer, companions: Mapping[str, bytes], p
 
 
 def _companions(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Return these files of a folder, and the settings that name begin and end ids.
+    """Read these files from a folder, and the settings that name begin and end ids.
 
     Raise DataError for links out of the folder: files are copied into shards and checkpoints, and a folder may be
     untrusted.
@@ -202,7 +206,7 @@ def _companions(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
             check_link(folder, name)
         if path.is_file():
             files[name] = _read(path)
-    # A checkpoint has no config.json; the ids of its import's are in its manifest.
+    # A checkpoint has no config.json; an imported one has the ids in its manifest.
     if MODEL_CONFIG not in files and (folder / MANIFEST).is_file():
         ids = _imported_ids(folder)
         if ids:
@@ -211,8 +215,8 @@ def _companions(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def _imported_ids(folder: Path) -> dict[str, Any]:
-    """Return the ids in the config.json of an imported checkpoint; empty for any other manifest."""
-    # A damaged manifest is reported when the checkpoint is read: this only needs its tokenizer.
+    """Return the config.json ids of an imported checkpoint; empty for any other manifest."""
+    # A damaged manifest is reported when the checkpoint is read: only its tokenizer is needed here.
     with contextlib.suppress(ValueError, OSError, LookupError, TypeError):
         ids = read_manifest_json(folder)["training"]["imported"]["token_ids"]
         if isinstance(ids, dict):

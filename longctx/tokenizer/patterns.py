@@ -1,8 +1,8 @@
-"""Regular expressions of an untrusted tokenizer.json: their shortest match, and their running time.
+"""Regular expressions in an untrusted tokenizer.json: their shortest match, and their running time.
 
 The library matches by backtracking. ``(a+)+$`` tries 2ⁿ ways for a run of n letters: the library panics after ten
-million, in a tenth of a second. Three stars in a row take n³ steps and never panic. So patterns with more than
-quadratic time are found by running them once, when they are loaded.
+million, in a tenth of a second. Three stars in a row take n³ steps and never panic. So patterns slower than quadratic
+are found by running them once, at load time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ import tokenizers
 from longctx.errors import DataError
 
 _RUN_CHARACTERS = (32, 64, 128, 256, 512, 1024)
-"""Lengths of the runs that are tried: each costs a few times as much as the one before it, and no more."""
+"""Run lengths to try: each costs a few times as much as the previous one, and no more."""
 _MOST_SECONDS = 1.0
-"""Processor time for a run, on machines ten times slower too: published expressions take half a thousandth of it, and
-squares a hundredth."""
+"""CPU time limit per run, valid on machines ten times slower too.
+
+Published expressions take half a thousandth of it, and quadratic ones a hundredth.
+"""
 _MOST_LETTERS = 8
 _TAIL = "\x01"
-"""Ends a run, so that what has matched all of it does not match."""
+"""End of a run that prevents a match over the full run."""
 
 
 def shortest_match(pattern: str) -> int:
-    """Return the minimum number of characters that a pattern matches; 0 if unknown."""
+    """Return the minimum characters that a pattern matches; 0 if unknown."""
     try:
         with warnings.catch_warnings(action="ignore"):
             parsed = re._parser.parse(pattern)  # type: ignore[attr-defined]
@@ -40,7 +42,7 @@ def shortest_match(pattern: str) -> int:
 
 
 def check_patterns(fast: tokenizers.Tokenizer, content: dict[str, Any], path: Path) -> None:
-    """Raise DataError for regular expressions with more than quadratic time in the length of a run."""
+    """Raise DataError for regular expressions slower than quadratic in the length of a run."""
     normalizer: Any = fast.normalizer
     pre_tokenizer: Any = fast.pre_tokenizer
     decoder: Any = fast.decoder
@@ -49,6 +51,7 @@ def check_patterns(fast: tokenizers.Tokenizer, content: dict[str, Any], path: Pa
         "pre_tokenizer": lambda text: pre_tokenizer.pre_tokenize_str(text),
         "decoder": lambda text: decoder.decode([text]),
     }
+    # One part at a time, so that the error names it.
     for part, action in actions.items():
         patterns = list(_patterns(content.get(part)))
         if patterns:
@@ -59,8 +62,9 @@ def check_patterns(fast: tokenizers.Tokenizer, content: dict[str, Any], path: Pa
 def _try(action: Callable[[str], object], unit: str, part: str, path: Path) -> None:
     """Raise DataError if runs of a text take too long."""
     for length in _RUN_CHARACTERS:
+        # Backtracking is worst when a long run almost matches.
         text = (unit * length)[:length] + _TAIL
-        # Time of this thread only: others may use the processor.
+        # Time in this thread only: others may use the processor.
         begin = time.thread_time()
         action(text)
         seconds = time.thread_time() - begin
@@ -72,13 +76,13 @@ def _try(action: Callable[[str], object], unit: str, part: str, path: Path) -> N
 
 
 def _units(patterns: list[str]) -> list[str]:
-    """Return the texts to repeat: a few classes of characters, and letters that occur in the patterns."""
+    """Return the texts to repeat: a few character classes, and letters that occur in the patterns."""
     letters = list(dict.fromkeys(c for pattern in patterns for c in pattern if c.isalnum()))[:_MOST_LETTERS]
     return list(dict.fromkeys([" ", "\n", "a", "1", "".join(letters) or "a", *letters]))
 
 
 def _patterns(part: Any, depth: int = 0) -> Iterator[str]:
-    """Yield the regular expressions of a part."""
+    """Yield a part's regular expressions."""
     if isinstance(part, dict) and depth < 200:
         for name, inner in part.items():
             if name == "Regex" and isinstance(inner, str):

@@ -1,7 +1,7 @@
 """Remarks about a tokenizer that a user should read once: at a build, an import and an export.
 
 A text's frame is defined in two places: ``tokenizer_config.json`` (``add_bos_token``, ``add_eos_token``) and the
-post-processor of ``tokenizer.json``. transformers 5.24 uses the post-processor and ignores the settings if there is a
+post-processor in ``tokenizer.json``. transformers 5.24 uses the post-processor and ignores the settings if there is a
 ``tokenizer.json``; so do we (``special``). If the two disagree, the user may have meant the other one.
 """
 
@@ -15,11 +15,11 @@ from longctx.tokenizer.contract import Tokenizer
 from longctx.tokenizer.special import JSON_FILE, TOKENIZER_CONFIG
 
 _NAMED = 6
-"""Tokens that a sentence names."""
+"""Maximum tokens named in a sentence."""
 
 
 def frame_remarks(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a sentence for each disagreement about begin and end: both values, and the one that is used."""
+    """Yield one sentence per disagreement about begin and end: both values, and the one that is used."""
     if tokenizer.special.frame.file == JSON_FILE:
         yield from _begin_of_json(tokenizer)
         yield from _end_of_json(tokenizer)
@@ -28,12 +28,13 @@ def frame_remarks(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def rows_remark(tokenizer: Tokenizer, rows: int) -> str | None:
-    """Return a remark about ids without an embedding row in a model of ``rows`` rows; None if it has them all."""
+    """Return a remark about ids without an embedding row in a model with ``rows`` rows; None if all have one."""
     if tokenizer.vocab_size <= rows:
         return None
     beyond = np.arange(rows, tokenizer.vocab_size)
     texts = beyond[~tokenizer.is_control[beyond]]
     said = f"{tokenizer.path} has {tokenizer.vocab_size} ids, the model rows for {rows}."
+    # Most severe first: a missing frame id affects every document.
     frame = [token for token in (tokenizer.special.begin, tokenizer.special.end) if token is not None]
     framing = beyond[np.isin(beyond, frame)]
     if len(framing):
@@ -71,7 +72,7 @@ def _end_of_json(tokenizer: Tokenizer) -> Iterator[str]:
 def _begin_of_model(tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a remark if transformers would not put the model's begin token before a text unless configured.
 
-    This applies to a SentencePiece model in a Hugging Face folder.
+    Applies to a SentencePiece model in a Hugging Face folder.
     """
     frame = tokenizer.special.frame
     if frame.is_only_form and frame.adds_bos is None and frame.adds_eos is None and frame.before is not None:

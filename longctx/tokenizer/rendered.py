@@ -1,4 +1,4 @@
-"""``encode_rendered``: the ids of a conversation rendered by a chat template, with the characters of each.
+"""``encode_rendered``: encode a conversation rendered by a chat template, with each id's characters.
 
 In all other functions text stays text. Here the control tokens written by the template become their ids, and the text
 between them is encoded as text.
@@ -18,14 +18,15 @@ from longctx.tokenizer.rows import check_rows
 def encode_rendered(
     tokenizer: Tokenizer, text: str, plain: Sequence[Span] = (), *, is_beginning: bool = True
 ) -> Located:
-    """Return the ids of a rendered conversation, without begin and end.
+    """Encode a rendered conversation, without begin and end.
 
-    In the spans of ``plain``, ascending, control tokens are text. Without such spans, the ids equal those of
+    In the ascending ``plain`` spans, control tokens are text. Without such spans, the ids equal those from
     transformers' ``tokenizer(text, add_special_tokens=False)``. If ``is_beginning`` is false, a control token precedes
     the text.
     """
     parts: list[Located] = []
     at = 0
+    # Sections between control tokens are encoded independently, as ``tokenizers`` does around added tokens.
     for start, stop, token in tokenizer.controls.find(text, plain):
         parts.append(_section(tokenizer, text, at, start, is_beginning=is_beginning))
         place = np.array([token], np.int32), np.array([start], np.int64), np.array([stop], np.int64)
@@ -38,9 +39,10 @@ def encode_rendered(
 
 
 def _section(tokenizer: Tokenizer, text: str, start: int, stop: int, *, is_beginning: bool) -> Located:
-    """Return the ids of the text between two control tokens."""
+    """Encode the text between two control tokens."""
     if start == stop:
         return Located.joined([])
+    # Some tokenizers put a space before a document only, others after every control token too.
     begins = (start == 0 and is_beginning) or tokenizer.sections_begin_anew
     chunks = (Chunk(part, is_first and begins) for part, is_first in tokenizer.cut(text[start:stop]))
     located: list[Located] = []

@@ -1,4 +1,4 @@
-"""Ids of a tokenizer without an embedding row in its model: Gemma 3's image token, an added ``[PAD]``.
+"""Tokenizer ids without an embedding row in the model: Gemma 3's image token, an added ``[PAD]``.
 
 Ordinary text does not contain them, so such a tokenizer is usable; a text with one is refused, naming the token.
 """
@@ -24,7 +24,7 @@ class ModelTokenizer(Protocol):
 
 
 def check_rows(tokenizer: ModelTokenizer, ids: np.ndarray, where: str) -> np.ndarray:
-    """Return the ids; raise DataError if one has no row in the model of ``tokenizer.for_model``.
+    """Return the ids; raise DataError if one has no row in the model from ``tokenizer.for_model``.
 
     ``where`` names the text that holds it.
     """
@@ -37,7 +37,7 @@ def check_rows(tokenizer: ModelTokenizer, ids: np.ndarray, where: str) -> np.nda
 
 
 def without_row(tokenizer: ModelTokenizer, token: int, rows: int) -> str:
-    """Return a message about a token that a model with ``rows`` rows does not have, with advice."""
+    """Return a message about a token without a row in a model with ``rows`` rows, with advice."""
     size = max(tokenizer.vocab_size, token + 1)
     begins = "Leave it out of the text. Or give"
     # A token that frames every document cannot be left out.

@@ -1,6 +1,6 @@
 """SentencePiece models, encoded by the library itself, with a special rule for models that we train.
 
-SentencePiece reads its own space mark U+2581 in a text as a space. Models of ``longctx tokenizer train`` encode it as
+SentencePiece reads its own space mark U+2581 in a text as a space. Models from ``longctx tokenizer train`` encode it as
 its three bytes instead, so that every text is restored exactly. Other models follow the library, as in transformers.
 """
 
@@ -38,10 +38,10 @@ DOCUMENT_END = "<|document_end|>"
 PADDING = "<|padding|>"
 
 OWN_CHUNK_CHARACTERS = 1 << 20
-"""Chunks of the models that we train. Another number would change ids where a long document is cut."""
+"""Chunk size for models that we train; changing it would change ids at the cuts in a long document."""
 
 _QUICK_CHARACTERS = 1 << 15
-"""How much the library is given at once where the text can be cut without changing an id."""
+"""Characters passed to the library at once if the text can be cut without changing an id."""
 
 _ANCHOR = "a"
 _ModelProto = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
@@ -50,16 +50,16 @@ _TYPES = {1: "Unigram", 2: "BPE", 3: "words", 4: "characters"}
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """SentencePiece model of any type; the library encodes with all cores."""
+    """SentencePiece model of any type; the library encodes on all cores."""
 
     def __init__(self, model: bytes, *, path: Path, companions: Mapping[str, bytes] | None = None) -> None:
-        """Load the model. ``companions`` are other files of a Hugging Face folder that may name begin and end ids."""
+        """Load the model. ``companions`` are other files in a Hugging Face folder that may name begin and end ids."""
         processor = _parse(model, path)
         self.processor = processor
         self._proto = _ModelProto.FromString(model)
         _check_growth(self._proto, path)
         self.trainer, self.normalizer = self._proto.trainer_spec, self._proto.normalizer_spec
-        """How the model was trained, and what it does to a text first (sentencepiece's own messages)."""
+        """SentencePiece's own messages: training settings, and the normalisation applied to a text first."""
         self.model_type = _TYPES[self.trainer.model_type]
         self.kind = f"SentencePiece {self.model_type}"
         files = dict(companions or {})
@@ -90,7 +90,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def spelling(self) -> Spelling | None:
-        """Bytes of the ids for a model of ours, which puts nothing before a text and changes nothing in it."""
+        """Bytes per id for our own models, which add no prefix and keep every text unchanged; otherwise None."""
         if not self.is_own:
             return None
         return Spelling(_spelt(self.processor))
@@ -114,27 +114,27 @@ class SentencePieceTokenizer(Tokenizer):
             yield from certain_chunks(text, chunk_characters or CHUNK_CHARACTERS, self._is_certain)
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
-        """Return the ids of each chunk, int32; a later chunk gets no leading space."""
+        """Encode each chunk to int32 ids; a later chunk gets no leading space."""
         if self.is_own:
             return _encode_own(self, [chunk.text for chunk in chunks])
         return encode_by_place(chunks, self._encode_texts)
 
     def decode_chunks(self, ids: Sequence[np.ndarray], chunks: Sequence[Chunk]) -> list[str]:
-        """Return the text of each chunk's ids."""
+        """Decode each chunk's ids."""
         if self.is_own:
             return self._decode_texts([part.tolist() for part in ids])
         return decode_by_place(ids, chunks, self.processor.encode(_ANCHOR), self._decode_texts)
 
     @cached_property
     def controls(self) -> ControlFinder:
-        """Finder of the control pieces of a model of ours; raises DataError for other models."""
+        """Finder for control pieces in our own models; raises DataError for other models."""
         if not self.is_own:
             return super().controls
         control = np.flatnonzero(self.is_control).tolist()
         return ControlFinder({self.piece(token): AddedToken(token) for token in control})
 
     def locate_chunks(self, chunks: Sequence[Chunk]) -> list[Located]:
-        """Return the ids of each chunk of a model of ours, with the character span of each."""
+        """Return each chunk's ids with their character spans, for our own models."""
         assert self.spelling is not None
         located: list[Located] = []
         for chunk, ids in zip(chunks, self.encode_chunks(chunks), strict=True):
@@ -142,7 +142,7 @@ class SentencePieceTokenizer(Tokenizer):
         return located
 
     def piece(self, token: int) -> str:
-        """Return the spelling of one id in the model file, for display."""
+        """Return an id's spelling in the model file, for display."""
         return self.processor.id_to_piece(int(token))
 
     def _decode_text(self, ids: list[int]) -> str:
@@ -174,9 +174,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _later(self) -> spm.SentencePieceProcessor:
-        """Model for a chunk that does not begin its document."""
+        """Model for a chunk that does not start its document."""
         proto = _ModelProto()
         proto.CopyFrom(self._proto)
+        # In a normalised text, the dummy prefix replaces the leading space that ``_encode_texts`` removes.
         proto.normalizer_spec.add_dummy_prefix = self.is_normalised
         return _parse(proto.SerializeToString(), self.path)
 
@@ -185,6 +186,7 @@ class SentencePieceTokenizer(Tokenizer):
         # A model with its own way of writing spaces has no certain point.
         if self.trainer.treat_whitespace_as_suffix or not self.normalizer.escape_whitespaces:
             return never
+        # A word model cuts at spaces only, whatever its vocabulary.
         if self.model_type == "words":
             if self.is_normalised:
                 return is_plain_space
@@ -197,6 +199,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 def _check_growth(proto: Any, path: Path) -> None:
     """Raise DataError if a model may enlarge a text too much, or take too long for it."""
+    # Decoding applies the denormalizer, which is just as untrusted.
     for spec in (proto.normalizer_spec, proto.denormalizer_spec):
         check_charsmap(spec.precompiled_charsmap, path)
     check_lengths({"its unk_surface is": len(proto.trainer_spec.unk_surface)}, MOST_GROWTH, path)
@@ -204,10 +207,10 @@ def _check_growth(proto: Any, path: Path) -> None:
 
 
 def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Return the ids of chunks with the space mark as its three bytes, which decode to itself."""
+    """Encode chunks with the space mark as its three bytes, which decode to itself."""
     mark = [tokenizer.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
     pieces: list[str] = []
-    # For each text the numbers of its pieces, and None for a mark.
+    # For each text its piece numbers, and None for a mark.
     rows: list[list[int | None]] = []
     for text in texts:
         row: list[int | None] = []
@@ -220,6 +223,7 @@ def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.
                 pieces.append(piece.text)
         rows.append(row)
     threads = _num_threads(pieces, tokenizer.threads)
+    # One call for all pieces: the library encodes them on all cores.
     encoded = tokenizer.processor.encode(pieces, return_type="numpy", num_threads=threads)
     if tokenizer.model_type == "words":
         space = tokenizer.processor.piece_to_id("<0x20>")
@@ -237,9 +241,9 @@ def _encode_own(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[np.
 
 
 def _spell_spaces(ids: np.ndarray, mark: list[int], space: int) -> np.ndarray:
-    """Return the ids of a text without U+2581, with the bytes of U+2581 replaced by the byte of a space.
+    """Replace U+2581's bytes by a space's byte in the ids for a text without U+2581.
 
-    A word that a word model does not know becomes bytes, including the mark that the library writes for its space.
+    A word model encodes unknown words as bytes, including the mark that the library writes for their spaces.
     """
     first, second, third = mark
     at = np.flatnonzero((ids[:-2] == first) & (ids[1:-1] == second) & (ids[2:] == third))
@@ -249,14 +253,14 @@ def _spell_spaces(ids: np.ndarray, mark: list[int], space: int) -> np.ndarray:
 
 
 def _num_threads(texts: Sequence[Any], threads: int) -> int:
-    """Return the number of threads to use: starting them takes longer than a single text."""
+    """Return the threads to use: starting them takes longer than a single text."""
     if len(texts) > 1:
         return threads
     return 1
 
 
 def _spelt(model: spm.SentencePieceProcessor) -> list[bytes | None]:
-    """Return the bytes of each id of a model with byte fallback; None for ids that no text becomes."""
+    """Return the bytes per id in a model with byte fallback; None for ids that no text becomes."""
     spelt: list[bytes | None] = []
     for token, piece in enumerate(model.id_to_piece(list(range(model.vocab_size())))):
         if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
@@ -270,12 +274,12 @@ def _spelt(model: spm.SentencePieceProcessor) -> list[bytes | None]:
 
 
 def _is_before_space(text: str, at: int) -> bool:
-    """Return whether a word begins here: it begins with its space, and the text before it is another word."""
+    """Return True if a word starts here: it starts with its space, and the text before it is another word."""
     return text[at] == " "
 
 
 def _parse(model: bytes, path: Path) -> spm.SentencePieceProcessor:
-    """Return the processor of a model file; raise ``DataError`` if it is damaged."""
+    """Parse a model file; raise ``DataError`` if it is damaged."""
     damaged = f"tokenizer={path} is not a SentencePiece model, or it is damaged. Copy it again or train it again."
     processor = spm.SentencePieceProcessor()
     try:

@@ -1,4 +1,4 @@
-"""Ids for the two sides of a pair: the source of an encoder, and the beginning of the target."""
+"""Ids for both sides of a pair: the encoder's source, and the start of the target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longctx.tokenizer.rows import check_rows
 
 
 def source_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a full document, as an encoder reads it."""
+    """Encode a full document as an encoder reads it."""
     ids = np.concatenate([tokenizer.begins_with, tokenizer.encode(text), tokenizer.ends_with])
     return check_rows(tokenizer, ids, "the text").tolist()
 
@@ -18,8 +18,8 @@ def source_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 def start_of_targets(tokenizer: Tokenizer) -> int:
     """Return the id that starts a target: the one in the model's files (T5: its padding).
 
-    If they name none, it is the tokenizer's begin id, or without one its end id. Raise DataError for a tokenizer
-    without an end id.
+    By default it is the tokenizer's begin id or, without one, its end id. Raise DataError for a tokenizer without an
+    end id.
     """
     if not len(tokenizer.ends_with):
         raise DataError(

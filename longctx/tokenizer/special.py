@@ -1,7 +1,7 @@
-"""Ids that frame a document, from the files of a model.
+"""Ids that frame a document, from a model's files.
 
-A document begins with the id that the tokenizer itself puts before a text (as transformers' ``tokenizer(text)`` does),
-so that training, ``generate`` and an exported model begin alike. It ends with the model's end token.
+A document starts with the id that the tokenizer itself puts before a text (as transformers' ``tokenizer(text)`` does),
+so that training, ``generate`` and an exported model start equally. It ends with the model's end token.
 
 For a ``tokenizer.json`` the post-processor decides, independent of ``add_bos_token``: transformers 5.24 ignores the
 setting if there is such a file. One tokenizer class ignores the post-processor too. For a SentencePiece model the
@@ -27,17 +27,17 @@ GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "config.json"
 
 _MOST_VALUES = 16_000_000
-"""Of a tokenizer.json: a million pieces, and as many merges in pairs, have a third of it."""
+"""Maximum values in a tokenizer.json: a million pieces, and as many merges in pairs, have a third of it."""
 
 _UNFRAMED_CLASS = "GPTNeoXTokenizer"
-"""A class of transformers that builds the frame anew, without begin and end."""
+"""transformers class that rebuilds the frame without begin and end."""
 
 IdOf = Callable[[str], int | None]
-"""The id of a token by its text; None for one that the tokenizer does not have."""
+"""Function from a token's text to its id; None for a token that the tokenizer does not have."""
 
 
 class FimIds(NamedTuple):
-    """Ids before the three parts of a document for fill-in-the-middle."""
+    """Ids before a document's three parts for fill-in-the-middle."""
 
     prefix: int
     suffix: int
@@ -45,7 +45,7 @@ class FimIds(NamedTuple):
 
 
 FIM_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-"""As Qwen's models and ours spell them."""
+"""Spelling in Qwen's models and ours."""
 _FIM_SPELLINGS = (
     FIM_TOKENS,
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
@@ -55,29 +55,29 @@ _FIM_SPELLINGS = (
 )
 
 SENTINEL = "<extra_id_{}>"
-"""As T5 and ours spell them, from 0 on."""
+"""Spelling in T5 and our models, numbered from 0."""
 MASK_TOKEN = "[MASK]"
-"""As BERT's models and ours spell it."""
+"""Spelling in BERT's models and ours."""
 _MASK_SPELLINGS = (MASK_TOKEN, "<mask>")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Settings of each file for the ids around a text."""
+    """Settings in each file for the ids around a text."""
 
     file: str = ""
     """The tokenizer's own file."""
     before: int | None = None
-    """What that file puts before a text: the post-processor, or a SentencePiece model's begin id."""
+    """Id that this file puts before a text: from the post-processor, or a SentencePiece model's begin id."""
     after: int | None = None
-    """What it puts after one, or a SentencePiece model's end id."""
+    """Id that it puts after a text, or a SentencePiece model's end id."""
     is_only_form: bool = False
-    """Whether a folder of Hugging Face has it as SentencePiece model alone, which transformers then reads."""
+    """True if a Hugging Face folder has only the SentencePiece model, which transformers then reads."""
     adds_bos: bool | None = None
-    """``add_bos_token`` of tokenizer_config.json; None if it is absent."""
+    """``add_bos_token`` in tokenizer_config.json; None if missing."""
     adds_eos: bool | None = None
     unframed_class: str = ""
-    """``tokenizer_class`` if it is one that begins no text, whatever the post-processor says; empty otherwise."""
+    """``tokenizer_class`` if it ignores the post-processor and puts no id before a text; otherwise empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,27 +85,27 @@ class SpecialIds:
     """Ids that do not represent text."""
 
     bos: int | None
-    """What the files name as the begin token, whether or not documents begin with it."""
+    """Begin token named in the files, whether or not documents start with it."""
     begin: int | None
-    """Put before a document; None where the tokenizer puts nothing there."""
+    """Put before a document; None if the tokenizer puts no id there."""
     end: int | None
     """Put after a document."""
     padding: int | None
     stops: tuple[int, ...]
-    """Ids that end a generated text: ``end``, and the further ones that generation_config.json names."""
+    """Ids that end a generated text: ``end``, and further ones from generation_config.json."""
     frame: Frame = Frame()
     fim: FimIds | None = None
-    """Where the tokenizer has all three."""
+    """Fill-in-the-middle ids, if the tokenizer has all three."""
     mask: int | None = None
-    """Stands for a masked token."""
+    """Replaces a masked token."""
     sentinels: tuple[int, ...] = ()
-    """Stand for spans that are taken out of a text, in the order in which they are used."""
+    """Replace spans taken out of a text, in order of use."""
     start: int | None = None
-    """What a model with an encoder begins to write from, if its files say so (``decoder_start_token_id``)."""
+    """First target id for a model with an encoder, if its files contain one (``decoder_start_token_id``)."""
     forced_begin: int | None = None
-    """What transformers' generation of such a model puts first in any case (``forced_bos_token_id``); for exports."""
+    """Id that transformers' generation always puts first for such a model (``forced_bos_token_id``); for exports."""
     forced_end: int | None = None
-    """What it puts last where a text has no end (``forced_eos_token_id``)."""
+    """Id that it puts last if a text has no end (``forced_eos_token_id``)."""
 
 
 def special_ids(
@@ -119,9 +119,9 @@ def special_ids(
     end: int | None = None,
     padding: int | None = None,
 ) -> SpecialIds:
-    """Return the ids from a folder's ``files``; ``bos`` … ``padding``, from the model's own file, are the defaults.
+    """Resolve the ids from a folder's ``files``; ``bos`` … ``padding``, from the model's own file, are the defaults.
 
-    ``file`` is the model's own; ``begin`` is the id that it puts before a text if no setting says otherwise.
+    ``file`` is the model's own; ``begin`` is the id that it puts before a text unless a setting overrides it.
     """
     frame = _frame(files, file, begin, end, path)
     own = {"bos": bos, "eos": end, "pad": padding}
@@ -130,13 +130,14 @@ def special_ids(
         if named is not None:
             own[role] = named
     own_begin = begin
-    # transformers rebuilds the frame of a SentencePiece model as soon as one of the two settings is present.
+    # transformers rebuilds a SentencePiece model's frame as soon as one of the two settings is present.
     if JSON_FILE not in files and (frame.adds_bos is not None or frame.adds_eos is not None):
         own_begin = None
         if frame.adds_bos:
             own_begin = own["bos"]
     if JSON_FILE in files and frame.unframed_class:
         own_begin = None
+    # Chat models often list an end of turn in addition to the end of text.
     stops = [own["eos"], *_listed_ids("eos", files, path)]
     return SpecialIds(
         bos=own["bos"],
@@ -157,6 +158,7 @@ def special_ids(
 def _frame(files: Mapping[str, bytes], file: str, begin: int | None, end: int | None, path: Path) -> Frame:
     """Return the settings for begin and end in the model's own file and in tokenizer_config.json."""
     settings = read_object(files, TOKENIZER_CONFIG, path)
+    # A missing setting differs from an explicit false.
     adds = {role: bool(settings[key]) for role in ("bos", "eos") if (key := f"add_{role}_token") in settings}
     return Frame(
         file=file,
@@ -177,7 +179,7 @@ def _unframed_class(settings: Mapping[str, Any]) -> str:
 
 
 def _fim_ids(id_of: IdOf) -> FimIds | None:
-    """Return the ids of the first spelling for which all three exist."""
+    """Return the ids for the first spelling with all three tokens."""
     for spelling in _FIM_SPELLINGS:
         found = [token for token in map(id_of, spelling) if token is not None]
         if len(found) == len(spelling):
@@ -186,7 +188,7 @@ def _fim_ids(id_of: IdOf) -> FimIds | None:
 
 
 def _mask_id(files: Mapping[str, bytes], id_of: IdOf, path: Path) -> int | None:
-    """Return the mask id in the files, else the one with a common spelling."""
+    """Return the mask id named in the files, otherwise the first with a common spelling."""
     named = _named_id("mask", files, id_of, path)
     if named is not None:
         return named
@@ -202,7 +204,7 @@ def _sentinel_ids(id_of: IdOf) -> tuple[int, ...]:
 
 
 def with_generation_config(files: Mapping[str, bytes], path: Path) -> dict[str, bytes]:
-    """Return the files to carry, without config.json; its ids go into generation_config.json if there is none."""
+    """Return the files to copy, without config.json; its ids go into generation_config.json if that file is missing."""
     carried = {name: content for name, content in files.items() if name != MODEL_CONFIG}
     if MODEL_CONFIG in files and GENERATION_CONFIG not in files:
         config = read_object(files, MODEL_CONFIG, path)
@@ -228,7 +230,7 @@ def read_object(files: Mapping[str, bytes], name: str, path: Path) -> dict[str, 
 
 
 def _named_id(role: str, files: Mapping[str, bytes], id_of: IdOf, path: Path) -> int | None:
-    """Return the id of a role by the token's text, else by the number in the model's settings."""
+    """Return a role's id by the token's text, otherwise by the number in the model's settings."""
     order = [SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG]
     # As in transformers: the older file applies unless the settings list the added tokens themselves.
     if "added_tokens_decoder" in read_object(files, TOKENIZER_CONFIG, path):
@@ -252,12 +254,12 @@ def _first_id(role: str, files: Mapping[str, bytes], path: Path) -> int | None:
 
 
 def _listed_ids(role: str, files: Mapping[str, bytes], path: Path) -> list[int]:
-    """Return the ids of a role in generation_config.json, else in config.json: either may list several."""
+    """Return a role's ids in generation_config.json, otherwise in config.json: either may list several."""
     for name in (GENERATION_CONFIG, MODEL_CONFIG):
         value = read_object(files, name, path).get(f"{role}_token_id")
         if isinstance(value, int):
             value = [value]
         if isinstance(value, list) and value:
-            # −1 means that there is none (pad_token_id of the first Llama models).
+            # −1 means that the model has no such id (pad_token_id in the first Llama models).
             return [token for token in value if isinstance(token, int) and token >= 0]
     return []

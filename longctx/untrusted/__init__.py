@@ -1,1 +1,1 @@
-"""Untrusted input: files and JSON read strictly, and their allowed contents."""
+"""Untrusted input: strict file and JSON reading, and checks for allowed contents."""

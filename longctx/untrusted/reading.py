@@ -1,6 +1,6 @@
-"""Read untrusted input: files of bounded size, and JSON that means the same to every reader.
+"""Read untrusted input: files with bounded size, and JSON that every reader interprets in the same way.
 
-Nothing here depends on the purpose of a file: ``schema`` defines allowed contents.
+Nothing here depends on a file's purpose: ``schema`` defines allowed contents.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, BinaryIO
 from longctx.untrusted.git_lfs import ADVICE, is_pointer
 
 MOST_JSON_BYTES = 64 * 2**20
-"""The largest JSON file that is read, unless its format needs more."""
+"""Maximum JSON file size, unless its format needs more."""
 MOST_JSON_VALUES = 4_000_000
-"""The most values in one: parsed, each takes some 50 to 100 bytes of memory, whatever it takes in the file."""
+"""Maximum values in one file: once parsed, each takes some 50 to 100 bytes in memory, whatever it takes in the file."""
 MOST_DEPTH = 64
-"""The deepest nesting. Python's own readers and writers of JSON recurse."""
+"""Maximum nesting. Python's own JSON readers and writers recurse."""
 _MOST_DIGITS = 40
-"""Digits of the longest whole number: 128 bits are 39. Beyond, Python computes where others overflow."""
+"""Digits in the longest integer: 128 bits are 39. Beyond that, Python computes on but other languages overflow."""
 
 _HEAD = 64
 NOT_FETCHED = f"is a Git LFS pointer, and the file was not fetched: {ADVICE}"
@@ -37,11 +37,11 @@ _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class NotFetchedError(ValueError):
-    """Error for a Git LFS pointer in place of the file."""
+    """Raised for a Git LFS pointer in place of the file."""
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """Return the bytes of a plain file.
+    """Read a plain file.
 
     Raise ValueError if it is too large, not a plain file, or a Git LFS pointer, and OSError if it cannot be read.
     """
@@ -53,7 +53,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
             raise ValueError("it is no plain file")
         if state.st_size > most_bytes:
             raise ValueError(f"it has {state.st_size:,} bytes, and such a file has at most {most_bytes:,}")
-        # The size is that of the file system, which for some endless files is 0.
+        # the reported size is 0 for some endless files
         content = file.read(most_bytes + 1)
         if len(content) > most_bytes:
             raise ValueError(f"it has more than {most_bytes:,} bytes")
@@ -63,7 +63,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
 
 def check_fetched(path: Path) -> None:
-    """Raise NotFetchedError for a Git LFS pointer; raise OSError if the file cannot be read."""
+    """Raise NotFetchedError for a Git LFS pointer, and OSError if the file cannot be read."""
     with _opened(path) as file:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode) and is_pointer(file.read(_HEAD)):
             raise NotFetchedError(f"it {NOT_FETCHED}")
@@ -75,19 +75,18 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path, *, most_bytes: int = MOST_JSON_BYTES, most_values: int = MOST_JSON_VALUES) -> Any:
-    """Return the value of a JSON file, read strictly by ``parse_json``; raise OSError if it cannot be read."""
+    """Read a JSON file strictly with ``parse_json``; raise OSError if it cannot be read."""
     return parse_json(read_bounded(path, most_bytes), most_values=most_values)
 
 
 def parse_json(content: bytes, *, most_values: int = MOST_JSON_VALUES) -> Any:
-    """Return the value of a JSON text in UTF-8; raise ValueError, one line long, if JSON readers disagree on it.
+    """Parse UTF-8 JSON; raise ValueError, one line long, if JSON readers would disagree on it.
 
-    They disagree on a key given twice, NaN, Infinity, a number beyond a float's range or with too many digits, and half
-    of a surrogate pair. Expensive texts are refused too: more than ``most_values`` values, or nesting beyond
-    ``MOST_DEPTH``.
+    They disagree on duplicate keys, NaN, Infinity, numbers beyond a float's range or with too many digits, and unpaired
+    surrogates. Expensive texts are rejected too: more than ``most_values`` values, or nesting beyond ``MOST_DEPTH``.
     """
     text = content.decode()
-    # Before anything is built. Commas within texts count too, which is harmless.
+    # before building any object; commas within strings count too, which is harmless
     values = 1 + content.count(b",") + content.count(b"[") + content.count(b"{")
     if values > most_values:
         raise ValueError(f"it has some {values:,} values, and such a file has at most {most_values:,}")
@@ -108,19 +107,19 @@ def parse_json(content: bytes, *, most_values: int = MOST_JSON_VALUES) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, cut to a few words, for any untrusted value."""
+    """Format any untrusted value for a message, truncated to a few words."""
     return _SHOWN.repr(value)
 
 
 def printable(text: str) -> str:
-    """Return an untrusted name for a message: unchanged if it is printable, otherwise quoted; cut to a few words."""
+    """Format an untrusted name for a message: unchanged if printable, otherwise quoted; truncated to a few words."""
     if text.isprintable() and text == text.strip() and len(text) <= _SHOWN.maxstring:
         return text
     return shown(text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # json takes the last of two: a file could then mean one thing to us and another to a stricter reader.
+    # json keeps a duplicate key's last value; a stricter reader could see different content
     found = dict(pairs)
     if len(found) < len(pairs):
         [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
@@ -147,7 +146,7 @@ def _finite(digits: str) -> float:
 
 def _check_depth(value: Any) -> None:
     """Raise ValueError for containers nested beyond ``MOST_DEPTH``."""
-    # Level by level instead of by recursion, which too much depth would break.
+    # level by level, because recursion would overflow at excessive depth
     level = [value]
     for _ in range(MOST_DEPTH):
         inner: list[Any] = []
@@ -163,7 +162,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _check_characters(value: Any) -> None:
-    """Raise ValueError for a text that UTF-8 cannot represent: every later message or path with it would fail."""
+    """Raise ValueError for a string that UTF-8 cannot encode: every later message or path with it would fail."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

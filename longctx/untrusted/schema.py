@@ -1,6 +1,6 @@
-"""Allowed contents of untrusted files: composable checks, combined for each format.
+"""Allowed contents for untrusted files: composable checks, combined per format.
 
-A check takes a value and its place (``tensors.a.shape[0]``) and raises ValueError, one line long, naming both and the
+A check takes a value and its path (``tensors.a.shape[0]``) and raises ValueError, one line long, naming both and the
 rule. Types are exact: ``true`` is not a number, and ``1.0`` is not an integer.
 """
 
@@ -15,11 +15,11 @@ from longctx.untrusted.reading import shown
 Check = Callable[[Any, str], None]
 
 MOST_WHOLE = 2**53
-"""The largest whole number that every reader of JSON reads alike."""
+"""Largest integer that every JSON reader parses exactly."""
 
 
 def anything(value: Any, where: str) -> None:
-    """Check nothing: allow any value of the JSON reader."""
+    """Accept any value from the JSON reader."""
 
 
 def whole(least: int = 0, most: int = MOST_WHOLE) -> Check:
@@ -39,7 +39,7 @@ def number(value: Any, where: str) -> None:
 
 
 def text(pattern: str, what: str) -> Check:
-    """Return a check for a text that fully matches the pattern; ``what`` describes it in words."""
+    """Return a check for a string that fully matches the pattern; ``what`` describes it in the message."""
     compiled = re.compile(pattern)
 
     def check(value: Any, where: str) -> None:
@@ -50,7 +50,7 @@ def text(pattern: str, what: str) -> Check:
 
 
 def one_of(words: Sequence[str]) -> Check:
-    """Return a check for one of these texts."""
+    """Return a check that accepts only these strings."""
 
     def check(value: Any, where: str) -> None:
         if type(value) is not str or value not in words:
@@ -60,7 +60,7 @@ def one_of(words: Sequence[str]) -> Check:
 
 
 def nullable(inner: Check) -> Check:
-    """Return a check for ``null``, or a value that ``inner`` allows."""
+    """Return a check for ``null``, or a value that ``inner`` accepts."""
 
     def check(value: Any, where: str) -> None:
         if value is not None:
@@ -70,7 +70,7 @@ def nullable(inner: Check) -> Check:
 
 
 def listing(entry: Check, *, least: int = 0, most: int = MOST_WHOLE) -> Check:
-    """Return a check for a list of ``least`` to ``most`` entries."""
+    """Return a check for a list with ``least`` to ``most`` entries."""
 
     def check(value: Any, where: str) -> None:
         if type(value) is not list:
@@ -84,7 +84,7 @@ def listing(entry: Check, *, least: int = 0, most: int = MOST_WHOLE) -> Check:
 
 
 def mapping(key: Check, entry: Check, *, least: int = 0) -> Check:
-    """Return a check for an object with at least ``least`` keys, all allowed by ``key``."""
+    """Return a check for an object with at least ``least`` keys, all accepted by ``key``."""
 
     def check(value: Any, where: str) -> None:
         _check_object(value, where)
@@ -123,7 +123,7 @@ def _check_object(value: Any, where: str) -> None:
 
 HASH = text(r"[0-9a-f]{32}", "checksum of 32 hex digits")
 FILE_NAME = text(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}", "name of a plain file in this folder")
-"""No separator, no parent, nothing hidden, nothing that a terminal would act on."""
+"""No separator, no parent folder, no hidden file, no character that a terminal interprets."""
 NAME = text(
     r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]{1,400}", "printable name of 1 to 400 characters"
 )

@@ -1,19 +1,19 @@
-"""Untrusted text on a terminal: characters that the terminal would interpret are escaped."""
+"""Untrusted text on a terminal: escape characters that the terminal would interpret."""
 
 from __future__ import annotations
 
 import re
 from typing import TextIO
 
-# Control characters except tab and line feed, and those that change the direction of the text after them.
+# control characters except tab and line feed, and those that change text direction
 _ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def for_terminal(text: str, stream: TextIO) -> str:
-    r"""Return ``text`` for writing to ``stream``: unchanged, unless that is a terminal.
+    r"""Return ``text`` unchanged, or escaped if ``stream`` is a terminal.
 
-    Names of files and documents, and documents themselves, are untrusted. On a terminal an escape sequence in one could
-    move the cursor, change displayed text, or answer as if the user had typed; so it is escaped, as ``\x1b[2J``.
+    File names, document names and documents are untrusted. On a terminal an escape sequence could move the cursor,
+    change displayed text, or answer as if the user had typed; so it is escaped, as ``\x1b[2J``.
     """
     if not stream.isatty():
         return text
@@ -21,5 +21,5 @@ def for_terminal(text: str, stream: TextIO) -> str:
 
 
 def spelled(text: str) -> str:
-    """Return ``text`` with every character that a terminal interprets in Python's escaped form."""
+    """Replace every character that a terminal interprets by Python's escaped form."""
     return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)

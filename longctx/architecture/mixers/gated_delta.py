@@ -1,6 +1,6 @@
 """The gated delta rule (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692): a state instead of scores.
 
-Axes: M model width, K key heads, H value heads, D key head size, V value head size, W tokens of the convolution.
+Axes: M model width, K key heads, H value heads, D key head size, V value head size, W convolution width in tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GatedDelta(Mixer):
         return 0
 
     def check(self, config: ModelFields) -> None:
-        """Raise ConfigError if the layer is bidirectional, or if its sizes are not valid."""
+        """Raise ConfigError for bidirectional layers and for invalid sizes."""
         if not config.causal:
             raise ConfigError(
                 f"model.causal=false: {self.name} layers read their document from its first token on. Use "
@@ -53,6 +53,7 @@ class GatedDelta(Mixer):
 
     def vectors(self, config: ModelFields) -> int:
         sizes = config.delta_sizes
+        # Convolution weights; A_log and dt_bias for each value head.
         return sizes.channels * sizes.conv + 2 * sizes.value_heads
 
     def norms(self, config: ModelFields) -> int:
@@ -60,9 +61,9 @@ class GatedDelta(Mixer):
         return config.delta_sizes.value_dim
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
-        """Return the FLOPs: ``6·H·D·V`` per token to read, write and query the states, ``2·W`` per channel to convolve.
+        """Return forward FLOPs: ``6·H·D·V`` per token to read, write and query states, ``2·W`` per channel to convolve.
 
-        Work within chunks is not included: it depends on how the rule is computed.
+        Work within chunks is excluded: it depends on the algorithm.
         """
         sizes = config.delta_sizes
         states = 6 * sizes.value_heads * sizes.key_dim * sizes.value_dim
@@ -70,7 +71,7 @@ class GatedDelta(Mixer):
 
     def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
         sizes = config.delta_sizes
-        # The cache also stores the previous tokens that the convolution reads.
+        # The convolution also caches the previous W - 1 tokens.
         states = sizes.value_heads * sizes.key_dim * sizes.value_dim
         return Cached(state_values=states + (sizes.conv - 1) * sizes.channels)
 
@@ -93,18 +94,20 @@ class KimiDelta(GatedDelta):
 
     def matrices(self, config: ModelFields) -> int:
         sizes = config.delta_sizes
+        # Decays and the output gate are low-rank: two projections through latents as wide as one key head.
         width, latent = sizes.key_heads * sizes.key_dim, sizes.key_dim
         latents = 2 * latent * (config.hidden_size + width)
         return config.hidden_size * (sizes.channels + sizes.key_heads + width) + latents
 
     def vectors(self, config: ModelFields) -> int:
         sizes = config.delta_sizes
+        # Convolution weights; A_log per head, and dt_bias per key channel.
         return sizes.channels * sizes.conv + sizes.key_heads + sizes.key_heads * sizes.key_dim
 
 
 @dataclass(frozen=True)
 class Mamba2(GatedDelta):
-    """Mamba-2 (arXiv 2405.21060): nothing is subtracted from a state; one number per head sets decay and step size."""
+    """Mamba-2 (arXiv 2405.21060): gated states without delta correction; one number per head sets decay and step."""
 
     name: ClassVar[str] = "mamba2"
 
@@ -116,6 +119,7 @@ class Mamba2(GatedDelta):
     def matrices(self, config: ModelFields) -> int:
         sizes = config.delta_sizes
         values = sizes.value_heads * sizes.value_dim
+        # Queries, keys and values; the gate; step sizes; and the output projection.
         return config.hidden_size * (sizes.channels + values + sizes.value_heads + values)
 
     def vectors(self, config: ModelFields) -> int:
@@ -124,10 +128,11 @@ class Mamba2(GatedDelta):
         return sizes.channels * (sizes.conv + 1) + 3 * sizes.value_heads
 
     def norms(self, config: ModelFields) -> int:
+        # Unlike in the other kinds, each head has its own weights.
         return config.delta_sizes.value_heads * config.delta_sizes.value_dim
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
-        """Return the FLOPs: ``4·H·D·V`` per token to write and query the states, ``2·W`` per channel to convolve."""
+        """Return forward FLOPs: ``4·H·D·V`` per token to write and query states, ``2·W`` per channel to convolve."""
         sizes = config.delta_sizes
         states = 4 * sizes.value_heads * sizes.key_dim * sizes.value_dim
         return (states + 2 * sizes.conv * sizes.channels) * sum(lengths)

@@ -16,7 +16,7 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Latent(Softmax):
-    """Softmax attention with heads that expand from latents of queries and of keys; a cache stores the latents."""
+    """Softmax attention with heads that expand from query and key latents; a cache stores the latents."""
 
     name: ClassVar[str] = "latent"
 
@@ -51,21 +51,21 @@ class Latent(Softmax):
         queries = M * H * D
         if config.q_lora_rank:
             queries = config.q_lora_rank * (M + H * D)
-        # Rotary keys are projected from the hidden states, once for all heads; the other channels come from the latent.
+        # Rotary keys are projected from hidden states, once for all heads; the other channels come from the latent.
         keys_and_values = M * (latent + rotary) + latent * H * (D - rotary + V)
         return queries + keys_and_values + H * V * M
 
     def vectors(self, config: ModelFields) -> int:
         counts = 0
         if config.qkv_bias:
-            # Biases of the projections into latents.
+            # Only the projections into latents have biases.
             counts += config.q_lora_rank + config.kv_lora_rank + config.rope_head_dim
         return counts + output_bias(config) + sinks(config)
 
     def norms(self, config: ModelFields) -> int:
-        # Latents have an RMSNorm for any value of ``norm``.
+        # Latents use RMSNorm for any value in ``norm``.
         return config.q_lora_rank + config.kv_lora_rank
 
     def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
-        # Values are channels of the keys.
+        # Values need no entries: they expand from the same latent as keys.
         return Cached(self.cached_rows(num_tokens, chunk_tokens), config.kv_lora_rank + config.rope_head_dim)

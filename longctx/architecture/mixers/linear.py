@@ -1,4 +1,4 @@
-"""Linear attention (arXiv 2006.16236), feature map elu + 1: a state instead of scores.
+"""Linear attention (arXiv 2006.16236) with feature map elu + 1: a state instead of scores.
 
 Axes: H query heads, K key/value heads, D query/key head size, V value head size.
 """
@@ -20,7 +20,7 @@ from longctx.errors import ConfigError
 class Linear(Softmax):
     """Linear attention: each token adds its key times its value to a state that later queries read.
 
-    Its projections are those of softmax attention.
+    Projections are the same as in softmax attention.
     """
 
     name: ClassVar[str] = "linear"
@@ -33,7 +33,7 @@ class Linear(Softmax):
         return 0
 
     def check(self, config: ModelFields) -> None:
-        """Raise ConfigError for fields that change scores: there are none for a cap, a bias or a sink to change."""
+        """Raise ConfigError for caps, scales, biases and sinks: linear layers have no scores to apply them to."""
         for name in ("attention_softcap", "attention_scale", "sinks"):
             if getattr(config, name):
                 raise ConfigError(f"model.{name}={getattr(config, name)} means nothing to linear layers; leave it out.")
@@ -45,12 +45,12 @@ class Linear(Softmax):
         super().check(config)
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
-        """Return the FLOPs: ``2·(K + H)·D·V`` per token, for key times value and each query head times the state."""
+        """Return forward FLOPs: ``2·(K + H)·D·V`` per token, for key times value and query times state."""
         heads = config.num_kv_heads + config.num_heads
         return 2 * heads * config.head_dim * config.value_dim * sum(lengths)
 
     def cached(self, config: ModelFields, num_tokens: int, chunk_tokens: int) -> Cached:
-        # The state also holds the sum of the weights, next to that of the values.
+        # One extra column accumulates the weights, which normalize the output.
         return Cached(state_values=config.num_kv_heads * config.head_dim * (config.value_dim + 1))
 
 

@@ -16,10 +16,10 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Softmax(Mixer):
-    """Softmax attention: queries weigh the values of the visible keys by the softmax of their scores."""
+    """Softmax attention: queries average the visible values, weighted by softmax over their scores."""
 
     has_own_heads: bool = False
-    """Whether its heads are those of ``global_kv_heads`` and ``global_head_dim``."""
+    """True if heads use ``global_kv_heads`` and ``global_head_dim``."""
 
     name: ClassVar[str] = "softmax"
     core: ClassVar[str] = "softmax"
@@ -31,7 +31,7 @@ class Softmax(Mixer):
         return KeyHeads(config.global_kv_heads or config.num_kv_heads, config.global_head_dim or config.head_dim)
 
     def shares_values(self, config: ModelFields) -> bool:
-        """Return whether values equal keys, without a projection of their own."""
+        """Return True if values equal keys, without their own projection."""
         return self.has_own_heads and config.global_shared_values
 
     def check(self, config: ModelFields) -> None:
@@ -57,7 +57,7 @@ class Softmax(Mixer):
         return self.window
 
     def matrices(self, config: ModelFields) -> int:
-        # Queries and output, keys and values.
+        # Queries and output, then keys and values.
         K, D = self.key_heads(config)
         heads = 2 * config.num_heads + K * (2 - self.shares_values(config))
         if config.attention_gate:
@@ -77,18 +77,18 @@ class Softmax(Mixer):
     def norms(self, config: ModelFields) -> int:
         if config.qk_norm == "none":
             return 0
-        # All queries share one head's weights, and so do all keys.
+        # All query heads share one head's weights, and so do all key heads.
         num_heads, (K, D) = 2, self.key_heads(config)
         if config.qk_norm == "full":
             num_heads = config.num_heads + K
         return norm_size(config, num_heads * D)
 
     def flops(self, config: ModelFields, lengths: Sequence[int]) -> int:
-        """Return the FLOPs: ``2·H·(D + V)`` per (query, key) pair that the mask allows.
+        """Return forward FLOPs: ``2·H·(D + V)`` per (query, key) pair that the mask allows.
 
-        Transformer-XL's relative positions are a second product over D.
+        Transformer-XL's relative positions add a second matmul over D.
         """
-        # Two FLOPs per multiply-add, in the product with the keys and in that with the values.
+        # Two FLOPs per multiply-add, in QKᵀ and in the weighted sum over values.
         D = self.key_heads(config).head_dim
         channels = D + self._value_dim(config)
         if config.position == "relative":
@@ -101,17 +101,17 @@ class Softmax(Mixer):
         return Cached(self.cached_rows(num_tokens, chunk_tokens), K * self._row(config))
 
     def cached_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Return the number of tokens with stored keys: a window, plus a chunk that is read with it."""
+        """Count tokens with stored keys: at most one window plus the chunk that is read with it."""
         if self.reach is None:
             return num_tokens
-        # Queries of the chunk's first token still see a full window before it.
+        # The chunk's first query still sees a full window before it.
         return min(num_tokens, self.reach + chunk_tokens)
 
     def _row(self, config: ModelFields) -> int:
         D = self.key_heads(config).head_dim
         keys = D
         if config.position == "relative":
-            # Channels of the distance are stored next to those of the content.
+            # Keys for relative distances are stored in addition to content keys.
             keys += config.hidden_size
         return keys + self._value_dim(config)
 
@@ -120,25 +120,24 @@ class Softmax(Mixer):
 
 
 def output_bias(config: ModelFields) -> int:
-    """Return the number of weights in the output projection's bias."""
+    """Count weights in the output projection's bias."""
     if config.o_bias:
         return config.hidden_size
     return 0
 
 
 def sinks(config: ModelFields) -> int:
-    """Return the number of sinks: learned logits that take a share of the softmax."""
+    """Count sinks: learned logits that take a share in the softmax."""
     if config.sinks:
         return config.num_heads
     return 0
 
 
 def attended_pairs(lengths: Iterable[int], *, window: int = 0, stride: int = 0, causal: bool = True) -> int:
-    """Return the number of (query, key) pairs that a mask within each document allows: ``Σ n·(n + 1) / 2`` if causal.
+    """Count (query, key) pairs that the mask allows within each document.
 
-    With a ``window`` w only pairs at distances below w count: ``Σ m·(m + 1)/2 + (n − m)·w``, m = min(n, w). A
-    ``stride`` s adds the distances beyond the window that are multiples of s. If not causal, every pair except (i, i)
-    has a mirror image.
+    A ``window`` keeps only distances below it; a ``stride`` adds distances beyond the window that are multiples of it.
+    Without causality, every pair except (i, i) has a mirror image.
     """
     total = 0
     for n in lengths:
@@ -151,10 +150,12 @@ def attended_pairs(lengths: Iterable[int], *, window: int = 0, stride: int = 0, 
 
 
 def _pairs_of(n: int, window: int, stride: int) -> int:
+    # Causal pairs in one document: n·(n + 1)/2; with a window w, m·(m + 1)/2 + (n − m)·w for m = min(n, w).
     near = min(n, window)
+    # The first queries see a growing prefix, all later ones a full window.
     pairs = near * (near + 1) // 2 + (n - near) * window
     if stride and n > window:
-        # Query i reaches i // stride multiples of the stride; those within its window have been counted.
+        # Query i has i // stride multiples at or before it; those within its window are already counted.
         inside = (window - 1) // stride
         pairs += _sum_of_quotients(n, stride) - _sum_of_quotients(window, stride) - (n - window) * inside
     return pairs
@@ -162,5 +163,6 @@ def _pairs_of(n: int, window: int, stride: int) -> int:
 
 def _sum_of_quotients(n: int, divisor: int) -> int:
     """Return Σ i // divisor over 0 ≤ i < n."""
+    # Each full quotient occurs ``divisor`` times, the last one only ``rest`` times.
     whole, rest = divmod(n, divisor)
     return divisor * whole * (whole - 1) // 2 + rest * whole

@@ -1,4 +1,4 @@
-"""Layer kinds that a config can name (``model.layers``), and the mixer of each."""
+"""Layer kinds that a config can name (``model.layers``), each with its mixer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longctx.architecture.mixers.mixer import Mixer
 from longctx.architecture.mixers.softmax import Softmax
 from longctx.errors import ConfigError
 
-# Latents are a property of the full model: all of its layers have them, for any mask.
+# Latents apply model-wide: either all layers have them or no layer does, for any mask.
 
 
 def _softmax(config: ModelFields, *, window: int = 0, stride: int = 0) -> Mixer:
@@ -47,7 +47,7 @@ MIXERS: dict[str, Callable[[ModelFields], Mixer]] = {
     "kda": lambda config: KimiDelta(config.causal),
     "mamba2": lambda config: Mamba2(config.causal),
 }
-"""What a layer sees of its document, and by what."""
+"""Mixer constructors by layer kind."""
 DELTA_FIELDS = tuple(f.name for f in fields(DeltaFields))
 GLOBAL_FIELDS = tuple(f.name for f in fields(GlobalFields))
 READS: dict[str, tuple[str, ...]] = {
@@ -58,4 +58,4 @@ READS: dict[str, tuple[str, ...]] = {
     "kda": DELTA_FIELDS,
     "mamba2": DELTA_FIELDS,
 }
-"""Fields of a config that these kinds of layers alone read: without such a layer they have to be 0."""
+"""Fields that only these layer kinds read; without such a layer they must keep their defaults."""

@@ -1,4 +1,4 @@
-"""Hugging Face folders of weights, read tensor by tensor."""
+"""Hugging Face weight folders, read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ PICKLED_WEIGHTS = "pytorch_model.bin"
 _SAFE = ".safetensors"
 _PICKLED = (".bin", ".pt", ".pth")
 _MOST_NAME = 255
-"""Bytes that file systems take in a name."""
+"""File name limit on common file systems, in bytes."""
 _INDEX_END = ".index.json"
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.", "scheduler.", "rng_state")
-"""Beginnings of file names that the Trainer of transformers leaves beside the weights."""
+"""Prefixes of files that transformers' Trainer leaves next to the weights."""
 
 
 class WeightsFolder:
-    """Tensors of a Hugging Face folder by name; a tensor is read on request and not kept.
+    """Tensors in a Hugging Face folder by name; a tensor is read on request and not kept.
 
-    Weights are the files of the folder's only index, or otherwise its only file. They are safetensors, of any name; if
-    there are none, a pickle (``.bin``, ``.pt``), of which only tensors are read. Raise CheckpointError, naming the
-    file, if an index does not list exactly the contents of its files, or leads out of the folder.
+    Weights are the files in the folder's only index, or otherwise its only weights file. They are safetensors, with any
+    name; if there are none, a pickle (``.bin``, ``.pt``), from which only tensors are read. Raise CheckpointError,
+    naming the file, if an index does not list exactly its files' contents, or leads out of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,11 +47,11 @@ class WeightsFolder:
             self._file_of = dict.fromkeys(self._names(found), found)
 
     def files(self) -> set[str]:
-        """Return the names of the files that tensors are read from, and of the index."""
+        """Return the names of the files that tensors are read from, including the index."""
         return set(self._file_of.values()) | {self._found}
 
     def names(self) -> set[str]:
-        """Return the names of all tensors on disk."""
+        """Return all tensor names on disk."""
         return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class WeightsFolder:
         return self._open(self._file_of[name]).read(name)
 
     def stored_dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype of the tensor's bytes, quantised or not; None if no supported scheme has it."""
+        """Return the stored dtype, quantised or not; None if no supported scheme has it."""
         file = self._open(self._file_of[name])
         if isinstance(file, PickledFile):
             return file.dtype(name)
@@ -81,7 +81,7 @@ class WeightsFolder:
         return file.read_stored(name)
 
     def _read_index(self, index: str) -> dict[str, str]:
-        """Return the file of each tensor from the index, checked against the actual contents of the files."""
+        """Return each tensor's file from the index, checked against the files' actual contents."""
         path = self.folder / index
         weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
@@ -95,10 +95,11 @@ class WeightsFolder:
         listed: dict[str, set[str]] = {}
         for name, file in weight_map.items():
             listed.setdefault(file, set()).add(name)
-        # All names are checked before any content is read.
+        # Check all names before reading any content.
         for file in sorted(listed):
             checked_path(self.folder, file, named_by=path, kinds=kinds)
         for file, names in sorted(listed.items()):
+            # A partial list would drop weights without an error.
             held = set(self._names(file))
             if names != held:
                 raise CheckpointError(
@@ -108,7 +109,7 @@ class WeightsFolder:
         return weight_map
 
     def _names(self, file: str) -> list[str]:
-        """Return the tensors of one file."""
+        """Return one file's tensor names."""
         return self._open(file).names()
 
     def _open(self, file: str) -> SafetensorsFile | PickledFile:
@@ -132,17 +133,17 @@ def check_is_fetched(path: Path) -> None:
 
 
 def has_usual_names(folder: Path) -> bool:
-    """Return whether transformers finds the folder's weights, which it does only under these names."""
+    """Return True if transformers finds the folder's weights, which it does only under these names."""
     return any((folder / name).exists() for name in (WEIGHTS, INDEX, PICKLED_WEIGHTS, PICKLED_WEIGHTS + _INDEX_END))
 
 
 def _find_weights(folder: Path) -> str:
-    """Return the folder's index, or its only file of weights; raise CheckpointError if there is none, or several."""
+    """Return the folder's index, or its only weights file; raise CheckpointError if there are several, or none."""
     names = sorted(path.name for path in folder.iterdir())
     for kinds, single in (((_SAFE,), WEIGHTS), (_PICKLED, PICKLED_WEIGHTS)):
         files = [n for n in names if n.endswith(kinds) and not n.startswith(_NOT_WEIGHTS)]
         indices = [n for n in names if n.endswith(tuple(kind + _INDEX_END for kind in kinds))]
-        # As transformers chooses; otherwise any single index or file is accepted.
+        # Standard names first, as in transformers; otherwise any single index or file is accepted.
         usual = [n for n in (single + _INDEX_END, single) if n in names]
         if len(usual) > 1:
             raise CheckpointError(f"{folder} has both {usual[1]} and {usual[0]}: delete the one that is not meant.")

@@ -1,4 +1,4 @@
-"""Untrusted JSON files, read strictly; and our own, written to be readable."""
+"""Strict reading for untrusted JSON files, and readable writing for our own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longctx.untrusted.reading import read_json as read_strictly
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object; raise CheckpointError if it is missing, damaged, too large or not a valid object."""
+    """Read a JSON object; raise CheckpointError if it is missing, damaged, too large or not a valid object."""
     try:
         content = read_strictly(path)
     except FileNotFoundError as error:
@@ -24,5 +24,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write readable JSON, keys in the given order."""
+    """Write readable JSON, with keys in the given order."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,8 +1,4 @@
-"""Weights in a pickle (``.bin``, ``.pt``): read as tensors, never executed.
-
-``torch.load(weights_only=True)`` interprets the pickle with a short list of constructors, all of them for tensors. A
-pickle that needs anything else is refused before any of it runs.
-"""
+"""Pickled weights (``.bin``, ``.pt``): read as tensors, never executed."""
 
 from __future__ import annotations
 
@@ -19,11 +15,11 @@ from longctx.errors import CheckpointError
 from longctx.storage.safetensors import DTYPES
 
 MAPPED_BYTES = 64 * 2**20
-"""Bytes to read before the file is mapped anew: pages that were read stay resident as long as the mapping."""
+"""Bytes to read before the file is mapped again: pages that were read stay resident as long as the mapping."""
 
 
 class PickledFile:
-    """Tensors of one ``torch.save`` file by name; they stay on disk until requested.
+    """Tensors in one ``torch.save`` file by name; they stay on disk until requested.
 
     Tensors that share storage (tied weights) are read one by one, each into its own memory.
     """
@@ -36,7 +32,7 @@ class PickledFile:
         _check_records(path, self._tensors)
 
     def names(self) -> list[str]:
-        """Return the names of all tensors."""
+        """Return all tensor names."""
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -54,20 +50,23 @@ class PickledFile:
         """Return the tensor, contiguous, in its own memory."""
         self.dtype(name)
         if self._read_bytes > self._mapped_bytes:
-            # Frees the old mapping before a new one is made.
+            # Free the old mapping before making a new one.
             self._tensors = {}
             self._read_bytes = 0
             self._tensors = _load(self.path)
+        # The copy detaches the tensor from the mapping and from shared storage.
         tensor = self._tensors[name].clone(memory_format=torch.contiguous_format)
         self._read_bytes += tensor.nbytes
         return tensor
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    """Return the file's tensors, mapped; raise CheckpointError, on one screen, if it is not a plain dict of tensors."""
+    """Return the file's tensors, mapped; raise CheckpointError if it is not a plain dict of tensors."""
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} cannot be read: it has 0 bytes.")
     try:
+        # weights_only=True interprets the pickle with a short list of constructors, all of them for tensors. A pickle
+        # that needs any other is rejected before any part of it runs.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         # A hostile file may raise any exception.
@@ -76,6 +75,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict of tensors.")
     for name, value in content.items():
         _check(path, name, value)
+    # Parameters become plain tensors.
     return {name: value.detach() for name, value in content.items()}
 
 
@@ -97,10 +97,11 @@ def _check(path: Path, name: Any, value: Any) -> None:
 
 
 def _check_records(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raise CheckpointError unless each storage has a record of its size in the file.
+    """Raise CheckpointError unless each storage has a record with its size in the file.
 
     ``torch.load`` takes a mapped storage's size from the pickle: with a shorter record it would read into the next one.
     """
+    # Keyed by address, because tied tensors share one storage.
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values() if t.numel()}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -117,7 +118,7 @@ def _check_records(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _refusal(path: Path, reason: str) -> str:
-    """Return torch's reason for not reading a file, reworded."""
+    """Return torch's reason for rejecting a file, reworded."""
     asked = re.search(r"(?:GLOBAL|global) `?([\w.]+)", reason)
     if asked:
         return (
@@ -131,5 +132,5 @@ def _refusal(path: Path, reason: str) -> str:
         )
     if not reason:
         return f"{path} cannot be read as tensors: it is damaged."
-    # torch adds many lines of advice, some of it to disable the safe reader.
+    # torch adds many lines of hints, including how to disable the safe reader.
     return f"{path} cannot be read as tensors: {reason.splitlines()[0][:200]}."

@@ -20,21 +20,21 @@ from longctx.families.quantization import Quantization
 from longctx.kernels.memory import trim_heap
 
 _ROWS = 1 << 20
-"""Values that are scaled at a time, at least a block of rows."""
+"""Values to scale at a time, at least a block of rows."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
-"""Of activations at inference; weights do not need them."""
+"""Activation scales for inference; weights do not need them."""
 
 
 class DequantizedFolder(WeightsFolder):
-    """Folder that presents quantised tensors as bfloat16. Raise CheckpointError if one has no scale."""
+    """Folder view that presents quantised tensors as bfloat16. Raise CheckpointError if one has no scale."""
 
     def __init__(self, disk: WeightsFolder, scheme: Quantization) -> None:
         """Wrap ``disk``, the folder as stored."""
         self.folder, self._disk, self._scheme = disk.folder, disk, scheme
         stored = {name for name in disk.names() if not name.endswith(_ACTIVATIONS)}
-        # Names as in an unquantised folder: readers of this one never ask for scales.
+        # Names as in an unquantised folder: its readers never ask for scales.
         if scheme.kind == "mxfp4":
             self._scale_of = _packed(disk, stored)
             self._names_read = stored - {name + end for name in self._scale_of for end in (_BLOCKS, _SCALES)}
@@ -47,13 +47,13 @@ class DequantizedFolder(WeightsFolder):
         return self._disk.files()
 
     def names(self) -> set[str]:
-        """Return the names of all tensors, without scales."""
+        """Return all tensor names, without scales."""
         return set(self._names_read)
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._scale_of and self._scheme.kind == "mxfp4":
             shape = self._disk.shape(name + _BLOCKS)
-            # Two numbers a byte, and the last two axes swapped, as in transformers' own unpacked files.
+            # Two numbers per byte, and the last two axes swapped, as in transformers' own unpacked files.
             return shape[0], 32 * shape[-2], shape[-3]
         return self._disk.shape(name)
 
@@ -78,7 +78,7 @@ class DequantizedFolder(WeightsFolder):
         scale = self._scale_of.get(name)
         if scale is None:
             return self._disk.read(name)
-        # What the tensors before have freed, and the C library has kept: it would add to the peak of this one.
+        # Memory that earlier tensors freed and the C library kept would add to this tensor's peak.
         trim_heap()
         if self._scheme.kind == "mxfp4":
             return _from_mxfp4(self._disk.read_stored(name + _BLOCKS), self._disk.read_stored(scale))
@@ -86,9 +86,9 @@ class DequantizedFolder(WeightsFolder):
 
 
 def _scaled(disk: WeightsFolder, names: set[str], scheme: Quantization) -> dict[str, str]:
-    """Return the scale of each float8 tensor, checked for the shape that the scheme requires."""
+    """Return each float8 tensor's scale, checked for the shape that the scheme requires."""
     found, missing, wrong = {}, [], []
-    # The files tell which weights are quantised: configs name the modules that are not, with their own patterns.
+    # The files show which weights are quantised: configs name the modules that are not, with their own patterns.
     for name in sorted(names):
         if disk.stored_dtype(name) != torch.float8_e4m3fn:
             continue
@@ -111,7 +111,7 @@ def _scaled(disk: WeightsFolder, names: set[str], scheme: Quantization) -> dict[
 
 
 def _scale_shapes(shape: tuple[int, ...], block: tuple[int, int] | None) -> set[tuple[int, ...]]:
-    """Return the valid shapes for scales of a weight."""
+    """Return the valid shapes for a weight's scales."""
     rows, columns = shape[0], shape[-1]
     if block is None:
         return {(), (1,), (rows,), (rows, 1)}
@@ -128,13 +128,13 @@ def _from_fp8(stored_RC: Tensor, scale: Tensor, block: tuple[int, int] | None) -
     for start in range(0, rows, step):
         part = slice(start, min(rows, start + step))
         factors = _factors(scale, part, rows, columns, block)
-        # One product, rounded to bfloat16 once.
+        # One multiplication, rounded to bfloat16 once.
         out_RC[part] = stored_RC[part].to(scale.dtype) * factors
     return out_RC
 
 
 def _factors(scale: Tensor, part: slice, rows: int, columns: int, block: tuple[int, int] | None) -> Tensor:
-    """Return the factors for some rows."""
+    """Return the factors for a slice of rows."""
     if block is not None:
         of_blocks = scale[part.start // block[0] : -(-part.stop // block[0])]
         of_rows = of_blocks.repeat_interleave(block[0], 0)[: part.stop - part.start]
@@ -145,7 +145,7 @@ def _factors(scale: Tensor, part: slice, rows: int, columns: int, block: tuple[i
 
 
 def _packed(disk: WeightsFolder, names: set[str]) -> dict[str, str]:
-    """Return the scales of each packed weight."""
+    """Return each packed weight's scales."""
     found = {}
     for name in sorted(names):
         if not name.endswith(_BLOCKS):
@@ -171,7 +171,7 @@ def _packed(disk: WeightsFolder, names: set[str]) -> dict[str, str]:
 def _from_mxfp4(blocks_ERG: Tensor, scales_ERG: Tensor) -> Tensor:
     table = torch.tensor(_E2M1, dtype=torch.bfloat16)
     out = torch.empty(*scales_ERG.shape, 32, dtype=torch.bfloat16)
-    # One expert at a time: indices of numbers take eight bytes each.
+    # One expert at a time: table indices take eight bytes per number.
     for values, packed, exponents in zip(out, blocks_ERG, scales_ERG, strict=True):
         values[..., 0::2] = table[(packed & 15).long()]
         values[..., 1::2] = table[(packed >> 4).long()]

@@ -1,4 +1,4 @@
-"""Weights of a model of several parts, under the names of a standalone text model."""
+"""A multi-part model's weights, under the names of a standalone text model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from longctx.families.wrapped import Wrapper
 
 
 class RenamedFolder(WeightsFolder):
-    """Folder that presents its text model as a standalone one; tensors of other parts keep their names."""
+    """Folder view that presents the text model as a standalone one; tensors from other parts keep their names."""
 
     def __init__(self, disk: WeightsFolder, wrapper: Wrapper) -> None:
         """Wrap ``disk``, the folder as stored."""
         self.folder, self._disk = disk.folder, disk
-        # Folders of one type differ in their names, depending on the writer; each folder uses one naming.
+        # Within one model type, names depend on the writer; each folder uses one naming.
         self.naming = wrapper.naming_of(disk.names())
         self._stored = {self.naming.plain(name): name for name in disk.names()}
 
@@ -23,7 +23,7 @@ class RenamedFolder(WeightsFolder):
         return self._disk.files()
 
     def names(self) -> set[str]:
-        """Return the name of every tensor next to a standalone text model."""
+        """Return all tensor names, as next to a standalone text model."""
         return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:

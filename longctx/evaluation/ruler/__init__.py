@@ -1,4 +1,4 @@
-"""NVIDIA's RULER: texts and answers of its thirteen tasks, drawn and fitted as in its scripts.
+"""NVIDIA's RULER: texts and answers for its thirteen tasks, sampled and fitted as in its scripts.
 
-Each module below names the script that it follows. ``tasks.py`` makes tasks of them.
+Each module below names the script that it follows. ``tasks.py`` builds tasks from them.
 """

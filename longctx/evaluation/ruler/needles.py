@@ -1,4 +1,4 @@
-"""RULER's eight needle tasks, as in ``niah.py`` of NVIDIA's scripts."""
+"""RULER's eight needle tasks, as in ``niah.py`` from NVIDIA's scripts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from longctx.evaluation.ruler.word_lists import adjective_nouns
 from longctx.evaluation.values import number, uuid4
 
 DEPTHS = [int(depth) for depth in np.round(np.linspace(0, 100, num=40, endpoint=True))]
-"""Per cent of the sentences after which a needle may stand."""
+"""Possible needle positions, in per cent of the sentences before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needles:
-    """One of the eight tasks: the arguments of NVIDIA's script."""
+    """One of the eight tasks: the arguments for NVIDIA's script."""
 
     haystack: str
     """``noise``, ``needle`` or ``essay``."""
@@ -32,8 +32,9 @@ class Needles:
     num_queries: int = 1
 
     def texts(self, budget: Budget, seed: int, haystack: Haystack | None) -> Iterator[Text]:
-        """Yield prompts. Raise DataError if an essay would have to repeat the haystack."""
+        """Yield prompts; raise DataError if an essay would have to repeat the haystack."""
         draw = partial(self._draw, Random(seed), seed, haystack)
+        # Step sizes as in the script.
         step = 25
         if self.haystack == "essay":
             step = 500
@@ -51,7 +52,7 @@ class Needles:
             yield draw_fitting(draw, budget, units=units, step=step)
 
     def _draw(self, random: Random, seed: int, haystack: Haystack | None, units: int) -> Text:
-        """Return the next prompt, with ``units`` sentences or words of haystack."""
+        """Return the next prompt, with ``units`` sentences or words from the haystack."""
         keys: list[str] = []
         values: list[list[str]] = []
         for _ in range(max(self.num_keys, self.num_queries)):
@@ -73,14 +74,14 @@ class Needles:
         return NEEDLE.format(type_needle_v=self.values, key=key, value=value)
 
     def _lines(self, random: Random, needles: list[str], units: int) -> str:
-        """Return a haystack of lines with the needles between them."""
+        """Return a haystack with the needles between its lines."""
         lines = [NOISE] * units
         if self.haystack == "needle":
             kinds = (self.keys, self.values)
             lines = [self._needle(_value(random, kinds[0]), _value(random, kinds[1])) for _ in range(units)]
         if units < len(needles):
             raise RedrawError
-        # From the last line on, so that the line numbers before it stay valid.
+        # Insert from the last line on, so that earlier line numbers stay valid.
         for at, needle in zip(sorted(random.sample(range(units), len(needles)), reverse=True), needles, strict=True):
             lines.insert(at, needle)
         return "\n".join(lines)
@@ -91,7 +92,7 @@ class Needles:
             query = f"{', '.join(keys[:-1])}, and {keys[-1]}"
         template, kind = NIAH.text, self.values
         if self.num_queries * self.num_values == 1:
-            # One after the other, as in the script: each works on the result of the one before.
+            # One after the other, as in the script: each replacement works on the previous result.
             for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
                 template = template.replace(plural, singular)
             kind = kind.removesuffix("s")
@@ -107,8 +108,8 @@ def _value(random: Random, kind: str) -> str:
 
 
 def _essay(random: Random, haystack: Haystack, needles: list[str], units: int) -> str:
-    """Return the first ``units`` words of the haystack, with needles between its sentences."""
-    # The search may try more words than there are. No sample contains them.
+    """Return the haystack's first ``units`` words, with needles between its sentences."""
+    # The search may try more words than the haystack has. No sample contains them.
     words = haystack.words * -(-units // haystack.num_words)
     sentences = haystack.split(" ".join(words[:units]))
     points = sorted(int(len(sentences) * (depth / 100)) for depth in random.sample(DEPTHS, len(needles)))

@@ -1,4 +1,4 @@
-"""Question answering among documents, as in ``qa.py`` of NVIDIA's scripts, from a file that the user supplies."""
+"""Question answering over documents, as in ``qa.py`` from NVIDIA's scripts, from a file that the user supplies."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from longctx.evaluation.ruler.templates import DOCUMENT, QUESTION_ANSWERING
 from longctx.untrusted.reading import read_json
 
 _MOST_BYTES, _MOST_VALUES = 2**29, 50_000_000
-"""HotpotQA's file, the larger one, has 46 MB."""
+"""Limits for reading; HotpotQA's file, the larger one, has 46 MB."""
 
 STEP = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Question, its answers, and the numbers of the documents that belong to it."""
+    """Question, its answers, and the numbers of its documents."""
 
     text: str
     answers: list[str]
     documents: list[int]
     related: list[int]
-    """Documents of the same article, which distract first."""
+    """Documents from the same article, used as distractors first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionFile:
-    """All documents of a file, and the questions about them."""
+    """All documents in a file, and the questions about them."""
 
     path: Path
     documents: list[str]
     questions: list[Question]
 
     def texts(self, budget: Budget, seed: int) -> Iterator[Text]:
-        """Yield a prompt for each question. Raise DataError if the file is too short for the length."""
+        """Yield one prompt per question; raise DataError if the file is too short for the length."""
         random = Random(seed)
         units = units_by_estimate(partial(self._draw, random, seed, 0), budget, step=STEP)
         # The script repeats documents then, including those with the answer.
@@ -59,7 +59,7 @@ class QuestionFile:
         if size < len(self.documents):
             chosen = self._chosen(random, own, related, size)
         else:
-            # The search may try more documents than there are. No sample contains them.
+            # The search may try more documents than the file has. No sample contains them.
             chosen = (list(range(len(self.documents))) * (size // len(self.documents) + 1))[:size]
         documents = [self.documents[at] for at in chosen]
         Random(seed).shuffle(documents)
@@ -71,7 +71,7 @@ class QuestionFile:
         """Return the question's documents, then related ones, then any others."""
         missing = size - len(own)
         if missing <= len(related):
-            # The script's draw fails then, and it repeats the draw for the same number.
+            # The script's sampling fails then, and it repeats the sample with the same number.
             if missing < 0:
                 raise RedrawError
             return own + random.sample(related, missing)
@@ -82,19 +82,19 @@ class QuestionFile:
 
 
 def read_squad(path: Path | None) -> QuestionFile:
-    """Return SQuAD 2.0's file; questions without an answer are left out."""
+    """Read SQuAD 2.0's file; questions without an answer are left out."""
     return _read("ruler_qa_1", path, _parse_squad, "SQuAD 2.0's dev-v2.0.json")
 
 
 def read_hotpotqa(path: Path | None) -> QuestionFile:
-    """Return HotpotQA's file with distractors: each question has ten documents of its own."""
+    """Read HotpotQA's file with distractors: each question has ten documents of its own."""
     return _read("ruler_qa_2", path, _parse_hotpotqa, "HotpotQA's hotpot_dev_distractor_v1.json")
 
 
 def _read(
     task: str, path: Path | None, parse: Callable[[Any], tuple[list[str], list[Question]]], wanted: str
 ) -> QuestionFile:
-    """Return the file parsed by ``parse``; raise ConfigError if no path is given, DataError if parsing fails."""
+    """Read the file with ``parse``; raise ConfigError if no path is given, DataError if parsing fails."""
     if path is None:
         raise ConfigError(
             f"task {task} asks questions about documents that come with no package. Give the file {wanted}, or leave "
@@ -110,8 +110,9 @@ def _read(
 
 
 def _parse_squad(content: Any) -> tuple[list[str], list[Question]]:
-    """Parse SQuAD: each paragraph is a document; the other paragraphs of its article are related."""
+    """Parse SQuAD: each paragraph is a document; the other paragraphs in its article are related."""
     articles = [article["paragraphs"] for article in content["data"]]
+    # Sorted and unique, as in the script: document numbers decide which distractors are sampled.
     documents = sorted({paragraph["context"] for article in articles for paragraph in article})
     numbers = {text: number for number, text in enumerate(documents)}
     questions: list[Question] = []

@@ -1,7 +1,7 @@
-"""Fitting of prompts to a length as in RULER's scripts: a bisection, then fewer units for samples too long.
+"""Fitting prompts to a length as in RULER's scripts: a bisection, then fewer units for samples that are too long.
 
-The order of all draws matches theirs, since each draw advances the random numbers. Their scripts never end if the
-shortest prompt does not fit; these functions raise an error.
+All random numbers are used in the scripts' order. Their scripts never end if the shortest prompt does not fit; these
+functions raise an error.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from longctx.evaluation.task import too_short
 from longctx.tokenizer import Tokenizer
 
 DRAWS = 100
-"""Draws of the smallest size before a prompt is said not to fit."""
+"""Attempts at the smallest size before raising an error."""
 
 
 class RedrawError(Exception):
-    """Signal for a draw that NVIDIA's scripts discard and repeat."""
+    """Signal for a sample that NVIDIA's scripts discard and repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,12 @@ class Text:
 
 
 Draw = Callable[[int], Text]
-"""From a number of units to a prompt."""
+"""Function from a number of units to a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Token budget of a prompt and its answer, counted as in the scripts."""
+    """Token budget for a prompt and its answer, counted as in the scripts."""
 
     task: str
     tokenizer: Tokenizer
@@ -48,7 +48,7 @@ class Budget:
 
     @cached_property
     def reserved(self) -> int:
-        """Number of ids before and after every prompt, not counted by the scripts. Their ``--model_template_token``."""
+        """Ids around every prompt, which the scripts do not count. Their ``--model_template_token``."""
         return len(self.tokenizer.encode_prompt(""))
 
     @property
@@ -62,7 +62,7 @@ class Budget:
         return self.length < 4096
 
     def tokens(self, text: str) -> int:
-        """Return the number of tokens in a text, without the id that begins a document."""
+        """Count a text's tokens, without the begin id."""
         return len(self.tokenizer.encode(text))
 
     def too_small(self, tokens: int) -> ConfigError:
@@ -71,11 +71,12 @@ class Budget:
 
 
 def bisect_units(draw: Draw, budget: Budget, *, step: int, most: int, extra_tokens: int = 0) -> int:
-    """Return the number of units found by NVIDIA's bisection between ``step`` and ``most``; ``step`` if none fits."""
+    """Return the units found by NVIDIA's bisection between ``step`` and ``most``; ``step`` if no number fits."""
     low, high = step, max(most, 2 * step)
     found = step
     while low <= high:
         middle = (low + high) // 2
+        # Each probe uses random numbers, so the probes must be the same as in the script.
         if budget.tokens(_drawn(draw, middle).prompt) + extra_tokens + budget.answer_tokens <= budget.total:
             found = middle
             low = middle + 1
@@ -85,18 +86,18 @@ def bisect_units(draw: Draw, budget: Budget, *, step: int, most: int, extra_toke
 
 
 def units_by_estimate(draw: Draw, budget: Budget, *, step: int, extra_tokens: int = 0) -> int:
-    """Return the result of a bisection up to three times the size estimated from one draw of ``step`` units."""
+    """Bisect up to three times the size estimated from one sample with ``step`` units."""
     tokens_per_unit = budget.tokens(_drawn(draw, step).prompt) / step
     most = int((budget.total / tokens_per_unit) * 3)
     return bisect_units(draw, budget, step=step, most=most, extra_tokens=extra_tokens)
 
 
 def draw_fitting(draw: Draw, budget: Budget, *, units: int, step: int) -> Text:
-    """Return the next draw that fits: ``units`` at first, ``step`` fewer after each that does not."""
+    """Return the next sample that fits: ``units`` at first, ``step`` fewer after each that does not."""
     shortest: int | None = None
     left = DRAWS
     while left:
-        # Above the smallest size, each draw is smaller than the one before, so the loop ends.
+        # Above the smallest size, each sample is smaller than the previous one, so the loop ends.
         if units <= step:
             left -= 1
         try:
@@ -114,7 +115,8 @@ def draw_fitting(draw: Draw, budget: Budget, *, units: int, step: int) -> Text:
 
 
 def _drawn(draw: Draw, units: int) -> Text:
-    """Return the next draw that is not discarded. NVIDIA's scripts end with an error at a discarded one here."""
+    """Return the next sample that is not discarded."""
+    # NVIDIA's scripts end with an error at a discarded sample here.
     while True:
         with contextlib.suppress(RedrawError):
             return draw(units)

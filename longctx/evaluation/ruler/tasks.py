@@ -1,4 +1,4 @@
-"""RULER's thirteen tasks for the table of tasks."""
+"""RULER's thirteen tasks for the task table."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ NOISE, KEYS, TEXT = "a repeated line", "other needles", "the haystack"
 
 @dataclass(frozen=True, kw_only=True)
 class RulerTask(Task):
-    """Task of NVIDIA's RULER: samples are drawn in sequence from one seed, so each depends on all before it."""
+    """NVIDIA RULER task: samples come in sequence from one seed, so each depends on all previous ones."""
 
     texts: Callable[[Budget, Setting], Iterator[Text]]
     rule: Score = contains_all
     join: Callable[[list[str]], str] = ", ".join
-    """How a right answer names several things."""
+    """Format for a correct answer with several items."""
 
     def samples(self, setting: Setting, length: int, count: int, *, start: int = 0) -> Iterator[Sample]:
-        """Yield samples ``start`` to ``count``; those before ``start`` are drawn and dropped."""
+        """Yield samples ``start`` to ``count``; those before ``start`` are sampled and dropped."""
         if self.needs_haystack:
             required_haystack(self, setting)
         budget = Budget(
@@ -39,17 +39,17 @@ class RulerTask(Task):
             text = next(texts, None)
             if text is None:
                 raise DataError(f"task {self.name} has {index} questions in its file. Ask for so many samples at most.")
-            # Earlier samples must be drawn too: they advance the random numbers.
+            # Earlier samples must be built too: they advance the random numbers.
             if index >= start:
                 yield self._sample(budget, index, text)
 
     def score(self, output: str, sample: Sample) -> float:
-        """Return NVIDIA's score of an output, after cleaning the text as in its scripts."""
+        """Return NVIDIA's score for an output, after cleaning the text as in its scripts."""
         return super().score(clean_output(output), sample)
 
     def _sample(self, budget: Budget, index: int, text: Text) -> Sample:
         answers = text.answers
-        # If any of several answers counts, as in QA, only one is written.
+        # If any of several answers counts, as in QA, the target has only one.
         if self.rule is contains_any:
             answers = answers[:1]
         target = self.join(answers)

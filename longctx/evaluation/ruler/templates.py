@@ -1,6 +1,6 @@
-"""Prompt templates of NVIDIA's RULER, word for word, so that prompts are equal.
+"""Prompt templates from NVIDIA's RULER, word for word, so that prompts are equal.
 
-The texts are data of https://github.com/NVIDIA/RULER, ``scripts/data/synthetic/constants.py`` and the scripts next to
+The texts are data from https://github.com/NVIDIA/RULER, ``scripts/data/synthetic/constants.py`` and the scripts next to
 it, Copyright (c) 2024, NVIDIA CORPORATION, licensed under the Apache License, Version 2.0.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """Text of a prompt with fields in braces."""
+    """Prompt text with fields in braces."""
 
     text: str
     answer_tokens: int
-    """Tokens that are left for the answer."""
+    """Tokens reserved for the answer."""
 
 
 NIAH = Template(

@@ -1,4 +1,4 @@
-"""Variable tracking, as in ``variable_tracking.py`` of NVIDIA's scripts: one chain of five, in noise."""
+"""Variable tracking, as in ``variable_tracking.py`` from NVIDIA's scripts: one chain of five, in noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longctx.evaluation.ruler.templates import NOISE, VARIABLE_TRACKING
 HOPS = 4
 """Assignments after the first one."""
 EXAMPLE_LENGTH = 500
-"""Tokens of the worked example at most."""
+"""Maximum tokens in the worked example."""
 _EXAMPLE_VALUE = "12345"
 
 
@@ -36,13 +36,14 @@ def texts(budget: Budget, seed: int) -> Iterator[Text]:
         text = draw_question(units)
         return replace(text, prompt=f"{_renamed(example, random)}\n{text.prompt}")
 
+    # As in the script, search with the question alone and reserve the example's tokens.
     units = units_by_estimate(draw_question, budget, step=step, extra_tokens=budget.tokens(example))
     while True:
         yield draw_fitting(draw, budget, units=units, step=step)
 
 
 class _Numbers:
-    """Two random generators of the script: one for names, one for values."""
+    """The script's two random generators: one for names, one for values."""
 
     def __init__(self, seed: int) -> None:
         self.names = Random(seed)
@@ -56,7 +57,7 @@ class _Numbers:
 
 
 def _worked_example(budget: Budget, random: _Numbers) -> str:
-    """Return prompt and answer of a text with short names, as long as fits into ``EXAMPLE_LENGTH``."""
+    """Return prompt and answer for a text with short names, as long as fits into ``EXAMPLE_LENGTH``."""
 
     def draw(units: int) -> Text:
         return _draw(random, units, names_of=3)
@@ -76,13 +77,14 @@ def _worked_example(budget: Budget, random: _Numbers) -> str:
 
 
 def _draw(random: _Numbers, units: int, *, names_of: int) -> Text:
-    """Return a chain of assignments among ``units`` lines of noise. The worked example has names of three letters."""
+    """Return a chain of assignments in ``units`` lines of noise; names have ``names_of`` letters."""
     names = [random.name(names_of) for _ in range(HOPS + 1)]
+    # As in the script: a duplicate name lengthens the list, which is then discarded.
     while len(set(names)) < HOPS + 1:
         names.append(random.name(names_of))
     value = _EXAMPLE_VALUE
     if names_of == 5:
-        # The script draws a value for each chain that it begins, even for one that it cannot complete.
+        # The script samples a value for each chain that it starts, even for one that it cannot complete.
         values = [random.value() for _ in range(0, len(names), HOPS + 1)]
         value = values[0]
     if len(names) > HOPS + 1 or units < HOPS + 1:
@@ -91,7 +93,7 @@ def _draw(random: _Numbers, units: int, *, names_of: int) -> Text:
     chain += [f"VAR {later} = VAR {earlier} " for earlier, later in pairwise(names)]
     lines = [NOISE] * units
     for number, at in enumerate(sorted(random.names.sample(range(units), len(chain)))):
-        # Each insertion moves later ones by a line.
+        # Each insertion moves later lines by one.
         lines.insert(at + number, chain[number])
     context = "\n".join(lines).replace(". \n", ".\n")
     prompt = VARIABLE_TRACKING.text.format(context=context, query=value, num_v=HOPS + 1)

@@ -1,4 +1,4 @@
-"""Words for RULER: those of the package wonderwords, and adjective-noun pairs of them."""
+"""Words for RULER: the lists in the package wonderwords, and adjective-noun pairs from them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from itertools import accumulate
 from longctx.errors import ConfigError
 
 VERSION = "3.0.1"
-"""Another version has other words, and with them every prompt would be another."""
+"""Required version: another one has other words, which would change every prompt."""
 
 
 def read_words(name: str) -> list[str]:
-    """Return the lines of a word list of the package, such as ``nounlist.txt``; raise ConfigError without it."""
+    """Read a word list from the package, such as ``nounlist.txt``; raise ConfigError without the package."""
     try:
         installed = version("wonderwords")
     except PackageNotFoundError:
@@ -39,21 +39,19 @@ def adjective_nouns() -> JoinedWords:
 
 @cache
 def all_words() -> tuple[str, ...]:
-    """Return all nouns, adjectives and verbs, each once, sorted."""
+    """Return all nouns, adjectives and verbs, unique and sorted."""
     return tuple(sorted(set(read_words("nounlist.txt") + read_words("adjectivelist.txt") + read_words("verblist.txt"))))
 
 
 class JoinedWords:
-    """Sequence ``sorted({f"{first}-{second}" …})`` without the list, which takes half a gigabyte and ten seconds.
-
-    First words sort separately unless one, with its hyphen, is a prefix of another (``well`` and ``well-known``): the
-    pairs of such a group are listed and sorted.
-    """
+    """Sequence ``sorted({f"{first}-{second}" …})`` without the list, which takes half a gigabyte and ten seconds."""
 
     def __init__(self, firsts: Sequence[str], seconds: Sequence[str]) -> None:
         self._seconds = sorted(set(seconds))
         self._groups: list[str | list[str]] = []
-        """A first word that stands alone, or the sorted pairs of several that begin one another."""
+        """A first word alone, or the sorted pairs of several that are prefixes of each other."""
+        # First words sort separately unless one, with its hyphen, is a prefix of another (``well`` and ``well-known``):
+        # list and sort the pairs in such a group.
         for group in _grouped_by_beginning(sorted(f"{first}-" for first in set(firsts))):
             if len(group) == 1:
                 # Its pairs are contiguous, in the order of the second words.
@@ -68,6 +66,7 @@ class JoinedWords:
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
             raise IndexError(index)
+        # A group starts at its number of preceding pairs.
         number = bisect_right(self._starts, index) - 1
         group = self._groups[number]
         within = index - self._starts[number]
@@ -82,7 +81,7 @@ class JoinedWords:
 
 
 def _grouped_by_beginning(beginnings: list[str]) -> list[list[str]]:
-    """Return the sorted texts in groups, each with its first text as a prefix of all others."""
+    """Group sorted texts so that a group's first text is a prefix of all its others."""
     groups: list[list[str]] = []
     for text in beginnings:
         if groups and text.startswith(groups[-1][0]):

@@ -21,20 +21,20 @@ _STEP = 10
 _ESTIMATED_WORDS = 4096
 _ALPHA = 2.0
 _ZETA = math.pi**2 / 6
-"""Riemann's zeta function of ``_ALPHA``."""
+"""Riemann's zeta function at ``_ALPHA``."""
 _LETTERS = 6
 _NOISE = "..."
 
 
 def common_words(budget: Budget, seed: int, english_words: Path | None) -> Iterator[Text]:
-    """Yield prompts: a worked example, then a list in which ten words occur more often than the others."""
+    """Yield prompts: a worked example, then a list with ten words that occur more often than the others."""
     words = list(all_words())
     Random(seed).shuffle(words)
     random = Random(seed)
 
     def draw_list(count: int, often: int, seldom: int) -> tuple[str, list[str]]:
-        """Return a list of ``count`` words, the first ten ``often`` and the rest ``seldom`` times; and the ten."""
-        # The first ten of a random sample are as random as any ten.
+        """Return a list with ``count`` words, the first ten ``often`` and the rest ``seldom`` times; and these ten."""
+        # The first ten in a random sample are as random as any ten.
         chosen = random.sample(_enough_words(words, count, budget, english_words), count)
         common, others = chosen[:NUM_COMMON], chosen[NUM_COMMON:]
         listed = common * often + others * seldom
@@ -67,10 +67,11 @@ def frequent_words(budget: Budget, seed: int) -> Iterator[Text]:
     if fixed > most or step < 1:
         raise budget.too_small(max(fixed, 32))
     words = most // _LETTERS
+    # As in the script, the first vocabulary only serves to find the number of words.
     text_of, _ = _coded_text(random, most // 50, seed, budget)
     while budget.tokens(text_of(words)) < most:
         words += step
-    # The last number that was tried is the first that is too long.
+    # The last number tried is the first that is too long.
     words -= step
     while True:
         text_of, answers = _coded_text(random, most // 50, seed, budget)
@@ -81,7 +82,7 @@ def frequent_words(budget: Budget, seed: int) -> Iterator[Text]:
 
 
 def numbered(words: Sequence[str]) -> list[str]:
-    """Return the words with their numbers, from 1."""
+    """Number the words, from 1."""
     return [f"{number}. {word}" for number, word in enumerate(words, start=1)]
 
 
@@ -90,7 +91,7 @@ def _common_prompt(context: str) -> str:
 
 
 def _enough_words(words: list[str], count: int, budget: Budget, english_words: Path | None) -> list[str]:
-    """Return the words of wonderwords, or NVIDIA's larger list if those are too few."""
+    """Return the words from wonderwords, or NVIDIA's larger list if those are too few."""
     if count <= len(words):
         return words
     if english_words is None:
@@ -103,7 +104,7 @@ def _enough_words(words: list[str], count: int, budget: Budget, english_words: P
 
 
 def _read_english_words(path: Path, count: int) -> list[str]:
-    """Return the words of NVIDIA's file: the values of a JSON object."""
+    """Read the words in NVIDIA's file: the values in a JSON object."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
@@ -116,7 +117,7 @@ def _read_english_words(path: Path, count: int) -> list[str]:
 def _coded_text(
     random: Random, vocabulary_size: int, seed: int, budget: Budget
 ) -> tuple[Callable[[int], str], list[str]]:
-    """Return a function from a number of words to the prompt, and the three most frequent words besides the noise."""
+    """Return a function from a number of words to the prompt, and the three most frequent words after the noise."""
     drawn: dict[str, None] = {}
     count = 0
     while count < vocabulary_size or len(drawn) < vocabulary_size:
@@ -132,7 +133,7 @@ def _coded_text(
 
     def text_of(num_words: int) -> str:
         counts = (num_words * (ranks**-_ALPHA) / _ZETA).astype(int)
-        # The counts of rare words round to zero: the text may contain fewer distinct words than the vocabulary.
+        # Counts for rare words round to zero: the text may have fewer distinct words than the vocabulary.
         words = [word for word, times in zip(vocabulary, counts, strict=True) for _ in range(times)]
         Random(seed).shuffle(words)
         return FREQUENT_WORDS.text.format(context=" ".join(words))

@@ -1,1 +1,1 @@
-"""Our own tasks, one module each: the text of a prompt, and its correct answer."""
+"""Our own tasks, one module each: prompt text and its correct answer."""

@@ -1,4 +1,4 @@
-"""Copy probe: a sequence of nonsense words, followed by the beginning of one part of it, to be continued."""
+"""Copy probe: a sequence of nonsense words, followed by the start of one part to be continued."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from longctx.evaluation.fitted import Draft, Request
 from longctx.evaluation.values import distinct, nonsense
 
 CUE = 4
-"""Words that say which part is to be copied."""
+"""Words that identify the part to copy."""
 COPIED = 8
 """Words to copy."""
 SMALLEST = CUE + COPIED
 
 
 def build_copy(request: Request) -> Draft:
-    """Build a sequence of ``units`` words; the part to copy begins at the requested depth.
-
-    No word occurs twice, so the cue is unambiguous.
-    """
-    # Distinct words, or the cue would have two continuations.
+    """Build a sequence with ``units`` words; the part to copy starts at the requested depth."""
+    # Distinct words: otherwise the cue could have two continuations.
     words = distinct(request.random, partial(nonsense, syllables=4), request.units)
-    # The cue and its continuation are within the sequence at any depth.
+    # Cue and continuation are within the sequence at any depth.
     at = round(request.depth * (len(words) - CUE - COPIED))
     cue = " ".join(words[at : at + CUE])
     copied = " ".join(words[at + CUE : at + CUE + COPIED])
+    # One more for the space before the copied words.
     begin = len(" ".join(words[: at + CUE])) + 1
     return Draft(
         prompt=f"{' '.join(words)}\n\n{cue}",

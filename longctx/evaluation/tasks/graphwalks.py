@@ -1,6 +1,6 @@
 """GraphWalks-style questions about a directed graph, given as a list of edges in random order.
 
-The templates are ours; OpenAI's data set of that name is different, and scores of the two are not comparable.
+The templates are ours; OpenAI's dataset with that name is different, and scores are not comparable.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from longctx.evaluation.fitted import Draft, Request
 
 OUT_DEGREE = 2
 WALK = 3
-"""Steps of the breadth-first search."""
+"""Steps in the breadth-first search."""
 MOST_ANSWERS = 8
-"""Nodes of an answer at most; a walk of three steps reaches at most so many."""
+"""Maximum nodes in an answer; a walk of three steps reaches at most this many."""
 SMALLEST = 8
-"""Nodes of the smallest graph."""
+"""Nodes in the smallest graph."""
 
 Graph = dict[str, list[str]]
 
@@ -47,6 +47,7 @@ def build_bfs(request: Request) -> Draft:
 def build_parents(request: Request) -> Draft:
     """Build a question for the nodes with an edge to a node that has at least one, and at most ``MOST_ANSWERS``."""
     graph, edges = _random_graph(request.random, request.units)
+    # Long answers would test the output limit instead of the search.
     wanted = next(node for node in graph if 0 < len(parents(graph, node)) <= MOST_ANSWERS)
     a, b, c, d = _EXAMPLE_NODES
     example = _introduction([(a, b), (b, c), (d, c)], _PARENTS.format(node=c), [b, d])
@@ -69,16 +70,16 @@ def parents(graph: Graph, node: str) -> list[str]:
 
 
 def _random_graph(random: Random, num_nodes: int) -> tuple[Graph, list[tuple[str, str]]]:
-    """Return a graph in which each node has ``OUT_DEGREE`` edges to others, and its edges in random order."""
-    # Six digits name sixteen million nodes, more than any prompt holds.
+    """Return a graph with ``OUT_DEGREE`` edges per node to others, and its edges in random order."""
+    # Six hex digits name sixteen million nodes, more than any prompt holds.
     nodes = [f"{number:06x}" for number in random.sample(range(1 << 24), num_nodes)]
     graph: Graph = {}
     for at, node in enumerate(nodes):
-        # Counted from the node on, so that none is its own child.
+        # Offsets from the node itself, so that no node is its own child.
         others = [(at + 1 + step) % num_nodes for step in random.sample(range(num_nodes - 1), OUT_DEGREE)]
         graph[node] = [nodes[other] for other in others]
     edges = [(node, child) for node, children in graph.items() for child in children]
-    # In the order of nodes, the parts of an answer would be on adjacent lines.
+    # In node order, the parts of an answer would be on adjacent lines.
     random.shuffle(edges)
     return graph, edges
 

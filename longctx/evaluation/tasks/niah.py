@@ -16,16 +16,16 @@ _QUESTION_OF_SEVERAL = "\n\nQuestion: What are all the secret codes of {keys}?\n
 
 @dataclass(frozen=True, kw_only=True)
 class Needles:
-    """Needles that are hidden, and those that are asked for."""
+    """Number of needles that are hidden and queried."""
 
     kind: str = "number"
-    """What a code is: ``number``, ``word`` or ``uuid``."""
+    """Code kind: ``number``, ``word`` or ``uuid``."""
     num_keys: int = 1
-    """Needles with different keys; those that are not asked for distract."""
+    """Needles with different keys; those without a query are distractors."""
     num_values: int = 1
-    """Codes of each key, each in a needle of its own."""
+    """Codes per key, each in a separate needle."""
     num_queries: int = 1
-    """Keys that the question asks for."""
+    """Keys in the question."""
 
     @property
     def num_answers(self) -> int:
@@ -33,18 +33,18 @@ class Needles:
         return self.num_values * self.num_queries
 
     def build(self, request: Request) -> Draft:
-        """Build the prompt: ``units`` words of the haystack with the needles, and the question.
+        """Build the prompt: ``units`` words from the haystack with the needles, and the question.
 
         A single answer is at the requested depth. Distractor needles are anywhere, and so are several answers.
         """
         random = request.random
         keys = distinct(random, word, self.num_keys)
-        # All draws come before the window: its length changes no needle.
+        # Sample everything before the window: its length changes no needle.
         codes = distinct(random, KINDS[self.kind], self.num_keys * self.num_values)
         pairs = [(keys[at // self.num_values], code) for at, code in enumerate(codes)]
         depths = [random.random() for _ in pairs]
         if self.num_answers == 1:
-            # Several answers cannot all be at one depth, so they have none in a heat map.
+            # Several answers cannot all be at one depth, so they have no heat map.
             depths[0] = request.depth
         # A different window for each sample, so that a model's luck with one text counts once.
         window = request.text.window(random.randrange(len(request.text.sentences)), request.units)
@@ -53,7 +53,7 @@ class Needles:
         asked = pairs[: self.num_answers]
         spans: list[tuple[int, int]] = []
         for (_, code), start, needle in zip(asked, starts, needles, strict=False):
-            # From the right: a key of words may contain the code's letters.
+            # Search from the right: a key made from words may contain the code's letters.
             begin = len(INTRODUCTION) + start + needle.rindex(code)
             spans.append((begin, begin + len(code)))
         question = question_of(keys[0])
@@ -69,10 +69,10 @@ class Needles:
 
 
 def needle_sentence(key: str, code: str) -> str:
-    """Return the sentence that is hidden."""
+    """Return the sentence to hide."""
     return _NEEDLE.format(key=key, code=code)
 
 
 def question_of(key: str) -> str:
-    """Return the question for one code, and the beginning of its answer."""
+    """Return the question for one code, with the start of its answer."""
     return _QUESTION.format(key=key)

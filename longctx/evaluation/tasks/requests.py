@@ -1,7 +1,7 @@
 """Recall of a numbered request, in the style of MRCR: a long conversation asks for the same thing several times.
 
-At its end, the model is asked to repeat its n-th answer. The templates and texts are ours; OpenAI's data set of that
-name is different, and scores of the two are not comparable.
+At its end, the model must repeat its n-th answer. The templates and texts are ours; OpenAI's dataset with that name is
+different, and scores are not comparable.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from longctx.evaluation.fitted import Draft, Request
 from longctx.evaluation.values import ADJECTIVES, NOUNS, nonsense
 
 COPIES = 4
-"""How often the same request stands in the conversation."""
+"""Occurrences of the same request in the conversation."""
 SMALLEST = COPIES
-"""Turns of the shortest conversation."""
+"""Turns in the shortest conversation."""
 
 _KINDS = ("poem", "riddle", "letter", "song", "note", "prayer", "joke", "toast")
 _ORDINALS = ("first", "second", "third", "fourth")
@@ -28,6 +28,7 @@ def build_requests(request: Request) -> Draft:
     random = request.random
     kind, topic = random.choice(_KINDS), random.choice(NOUNS)
     wanted = random.randrange(COPIES)
+    # Without the code, a model could score by continuing an earlier text.
     code = nonsense(random, 4)
     copies = sorted((random.random(), _text(random)) for _ in range(COPIES))
     # A separate generator: more turns leave code, texts and the requested number unchanged.
@@ -54,7 +55,7 @@ def build_requests(request: Request) -> Draft:
 
 
 def _other_turns(random: Random, count: int, asked: tuple[str, str]) -> list[tuple[str, str, str]]:
-    """Return kind, topic and text of turns with other requests."""
+    """Return kind, topic and text for turns with other requests."""
     turns: list[tuple[str, str, str]] = []
     while len(turns) < count:
         kind, topic = random.choice(_KINDS), random.choice(NOUNS)

@@ -1,4 +1,4 @@
-"""Scores that are more than a scaled dot product: soft cap, ALiBi, a learned bias of the distance.
+"""Score rules beyond the scaled dot product: soft cap, ALiBi, learned distance bias.
 
 Axes: B batch, H query heads, R query rows and S keys of a tile, N buckets of a bias table, n distances of a tile.
 """
@@ -17,9 +17,9 @@ from longctx.kernels.attention.slices import AttentionSlice
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """Return the float32 slopes [H] of ALiBi: 2^(−8h/H) for h = 1 … H, if H is a power of two.
+    """Return ALiBi's float32 slopes [H]: 2^(−8h/H) for h = 1 … H, if H is a power of two.
 
-    Other numbers of heads take the slopes of the power of two below, then every second one of the power above, as the
+    Other head counts take the slopes for the power of two below, then every second slope for the power above, as the
     paper's authors do (arXiv 2108.12409, footnote 6 and code).
     """
     below = 1 << num_heads.bit_length() - 1
@@ -34,7 +34,7 @@ def soft_cap(scores: Tensor, cap: float) -> Tensor:
 
 
 def check_scores(scores: Scores, num_heads: int) -> None:
-    """Raise ConfigError if a rule of the scores is invalid or does not fit ``num_heads`` query heads."""
+    """Raise ConfigError if a score rule is invalid or does not fit ``num_heads`` query heads."""
     if scores.softcap is not None and not scores.softcap > 0:
         raise ConfigError(f"softcap={scores.softcap} must be above 0; use None for no cap.")
     slopes, bias = scores.alibi_slopes_H, scores.relative_bias
@@ -64,9 +64,9 @@ def _check_buckets(bias: RelativeBias) -> None:
 
 
 def buckets(distances: Tensor, bias: RelativeBias) -> Tensor:
-    """Return the row of the bias table (int64) for each distance in tokens; a positive distance looks back."""
+    """Map distances in tokens to bias table rows (int64); positive distances look back."""
     num = bias.table_NH.shape[0]
-    # the first half of a bidirectional table looks back, the second half ahead
+    # a bidirectional table's first half looks back, the second half ahead
     if bias.bidirectional:
         num //= 2
         first, size = num * (distances < 0), distances.abs()
@@ -80,44 +80,42 @@ def buckets(distances: Tensor, bias: RelativeBias) -> Tensor:
 
 
 def distance_bias(scores: Scores, distances: Tensor) -> Tensor:
-    """Return the bias of each head's scores, [H, *distances.shape] in float64, for ``needs_distances`` scores."""
+    """Return each head's bias, [H, *distances.shape] in float64; requires ``needs_distances``."""
     total = torch.zeros((), dtype=torch.float64, device=distances.device)
     along = (-1,) + (1,) * distances.ndim  # heads first
     if scores.alibi_slopes_H is not None:
         total = total - scores.alibi_slopes_H.to(distances.device, torch.float64).view(along) * distances.abs()
     if scores.relative_bias is not None:
         bias = scores.relative_bias
-        # in float64: there are few biases, and each serves a full diagonal of scores
+        # float64 is cheap here: one bias serves a full diagonal of scores
         rows = bias.table_NH.double()[buckets(distances, bias)]
         total = total + rows.movedim(-1, 0)
     return total
 
 
 def tile_distances(attn_slice: AttentionSlice, q: slice, k: slice, device: torch.device) -> Tensor:
-    """Return the n = R + S − 1 distances, in tokens, in a tile of R rows and S keys, farthest back first."""
+    """Return the n = R + S − 1 distances in tokens within a tile, farthest back first."""
     apart_n = torch.arange(q.stop - 1 - k.start, q.start - k.stop, -1, device=device)
     return attn_slice.step * apart_n + attn_slice.offset
 
 
 def spread(values_Hn: Tensor, keys: int) -> Tensor:
-    """Expand one value per distance of the tile to [H, R, S], so that it is not computed again for each score."""
+    """Expand one value per distance to the tile's [H, R, S], as a view on its diagonals."""
     return values_Hn.unfold(-1, keys, 1).flip(-2)
 
 
 def gather_diagonals(values_HRS: Tensor) -> Tensor:
-    """Return the sums [H, n] in float64 over scores of equal distance; the transpose of ``spread``."""
+    """Sum scores with equal distance into [H, n] in float64; the transpose of ``spread``."""
     H, rows, keys = values_HRS.shape
     n = rows + keys - 1
-    # row i begins at column R − 1 − i, which is n − 1 elements after row i − 1: equal distances stand in one column
+    # Row i starts at column R − 1 − i, n − 1 elements after row i − 1, so equal distances share a column.
     shifted_HRn = values_HRS.new_zeros(H, rows, n)
     shifted_HRn.as_strided((H, rows, keys), (rows * n, n - 1, 1), rows - 1).copy_(values_HRS)
     return shifted_HRn.sum(1).double()
 
 
 def table_gradient(dvalues_Hn: Tensor, distances_n: Tensor, bias: RelativeBias) -> Tensor:
-    """Return the table's gradient [N, H] from that of ``distance_bias``.
-
-    It is computed as a matrix product because atomic sums differ from run to run.
-    """
+    """Return the table's gradient [N, H], given the gradient at ``distance_bias``."""
+    # one-hot matmul, because atomic additions are not reproducible
     named_Nn = functional.one_hot(buckets(distances_n, bias), bias.table_NH.shape[0]).T.to(dvalues_Hn.dtype)
     return named_Nn @ dvalues_Hn.T

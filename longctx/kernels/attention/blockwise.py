@@ -1,7 +1,7 @@
-"""Attention in plain PyTorch, tile by tile: any device, any floating-point dtype, every rule of ``Scores``.
+"""Attention in plain PyTorch, tile by tile: any device, any floating-point dtype, every rule in ``Scores``.
 
-Besides inputs and results it allocates only a few tensors of at most B·H·512·512 elements, whatever the lengths.
-float64 inputs are computed in float64, all others in float32.
+Apart from inputs and results it allocates only a few tensors with at most B·H·512·512 elements, independent of the
+sequence length. float64 inputs are computed in float64, all others in float32.
 
 Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, G = H / K query heads that share one, D and V
 head sizes, R rows and S keys of a tile.
@@ -31,13 +31,13 @@ from longctx.kernels.attention.tiles import RowBlock, Tile, centred, fold_, row_
 from longctx.kernels.dtypes import accumulate_dtype
 
 _TILE = 512
-"""Most rows and keys of a tile; a narrow band's has fewer rows and up to twice as many keys."""
+"""Maximum rows and keys per tile; a tile in a narrow band has fewer rows and up to twice as many keys."""
 _LEAST = -60.0
-"""Exponents below this one count for nothing."""
+"""Exponents at or below this yield exactly 0."""
 
 
 class BlockwiseKernel:
-    """The most general kernel: softmax attention from matrix products, without forming the S×S scores."""
+    """The most general kernel: softmax attention from matmuls, without materializing the S×S scores."""
 
     name = "blockwise"
 
@@ -61,7 +61,7 @@ class BlockwiseKernel:
             for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):
                 q = _query_rows(q_BtHD, block.q, k_BsKD.shape[2])
                 block_out, block_lse = _attend(q, k_BsKD, v_BsKV, attn_slice, block, scores)
-                # other slices may have given these query rows a result over other keys
+                # other slices may already have written these query rows, over other keys
                 block_out, block_lse = _as_rows(block_out), _as_rows(block_lse.unsqueeze(-1)).squeeze(-1)
                 merge_(out[:, block.q], lse[:, block.q], block_out, block_lse)
         return out, lse
@@ -81,14 +81,14 @@ class BlockwiseKernel:
         check_scores(scores, q_BtHD.shape[2])
         partial, K = accumulate_dtype(q_BtHD.dtype), k_BsKD.shape[2]
         dq, dk, dv = (torch.zeros_like(x, dtype=partial) for x in (q_BtHD, k_BsKD, v_BsKV))
-        # float64: one entry sums the gradients of a full diagonal of scores
+        # float64: each entry sums the gradient over many full diagonals
         dtable = scores.table_gradient(torch.float64)
         power_BtH, lse_BtH = _centred(lse_BtH, partial)
         for attn_slice in table_slices(slices):
             for block in row_blocks(attn_slice, rows=_TILE, keys=_TILE):
                 q, dout, out = (_query_rows(x, block.q, K) for x in (q_BtHD, dout_BtHV, out_BtHV))
                 power, lse = (_query_rows(x.unsqueeze(-1), block.q, K) for x in (power_BtH, lse_BtH))
-                # weights are formed near exponent 0; dout carries the power of two that they lack
+                # Weights are computed near exponent 0; dout carries the missing power of two.
                 dout = dout * power
                 rows = _Rows(q, dout, lse, (dout * out).sum(-1, keepdim=True))
                 dq_block = torch.zeros_like(q)
@@ -104,7 +104,7 @@ class BlockwiseKernel:
 
 
 class _Work(NamedTuple):
-    """One tile and the values that its scores depend on."""
+    """One tile and the values its scores depend on."""
 
     attn_slice: AttentionSlice
     q: slice
@@ -113,17 +113,17 @@ class _Work(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Tensors of a block's query rows that backward needs, [B, K, G, R, …] each."""
+    """One block's query-row tensors for the backward pass, [B, K, G, R, …] each."""
 
     q: Tensor
     dout: Tensor
     lse: Tensor
     delta: Tensor
-    """Each row's Σ dout·out: D of FlashAttention (arXiv 2205.14135, algorithm 4), so that dscore = p · (dout·v − D)."""
+    """Σ dout·out per row: D in FlashAttention (arXiv 2205.14135, algorithm 4), so that dscore = p · (dout·v − D)."""
 
 
 def _query_rows(x_BtHX: Tensor, rows: slice, num_kv_heads: int) -> Tensor:
-    """Return [B, K, G, R, X] in the compute dtype, with heads that share keys next to each other."""
+    """Return [B, K, G, R, X] in the compute dtype, with heads that share keys adjacent."""
     x = x_BtHX[:, rows].to(accumulate_dtype(x_BtHX.dtype))
     return x.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).contiguous()
 
@@ -147,19 +147,22 @@ def _centred(lse_BtH: Tensor, partial: torch.dtype) -> tuple[Tensor, Tensor]:
 def _attend(
     q: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, attn_slice: AttentionSlice, block: RowBlock, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, K, G, R, V] and float64 log-sum-exp [B, K, G, R] of one block of rows."""
+    """Compute output [B, K, G, R, V] and float64 log-sum-exp [B, K, G, R] for one row block."""
+    # Online softmax (arXiv 1805.02867, FlashAttention-2's forward, arXiv 2307.08691): softmax each tile on its own,
+    # then merge tiles by their log-sum-exps. Invariant: after each tile, out and lse equal exact attention over all
+    # keys so far.
     out: Tensor | None = None
     lse: Tensor | None = None
     for tile in block.tiles:
         k, v = _key_rows(k_BsKD, tile.k), _key_rows(v_BsKV, tile.k)
         values = _add_bias_and_mask_(_capped_products(q, k, scores), _Work(attn_slice, block.q, tile, scores))
-        # softmax over this tile's keys, shifted by each row's largest score: no exponential exceeds 1
+        # shift by each row's largest score, so that no exponential exceeds 1
         peak = values.amax(-1, keepdim=True)
         weights = _exp_(values.sub_(peak))
         mass = weights.sum(-1, keepdim=True)
         tile_out = (weights.flatten(2, 3) @ v).unflatten(2, q.shape[2:4]).div_(mass)
         tile_lse = (peak.double() + mass.double().log()).squeeze(-1)
-        # online softmax over the tiles: every row sees a key of each, so neither log-sum-exp is −inf
+        # every row sees a key in each tile, so neither log-sum-exp is −inf
         if out is None or lse is None:
             out, lse = tile_out, tile_lse
         else:
@@ -178,10 +181,10 @@ def _capped_products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
 
 
 def _add_bias_and_mask_(values: Tensor, work: _Work) -> Tensor:
-    """Turn ``_capped_products`` into scores: biases added, −inf outside the tile's band."""
+    """Turn ``_capped_products`` into scores in place: add biases, set −inf outside the tile's band."""
     num_rows, num_keys, tile = values.shape[3], values.shape[4], work.tile
     if work.scores.needs_distances:
-        # one bias for each of the R + S − 1 distances, spread over the R · S scores
+        # Only R + S − 1 distances occur among R · S scores: compute each bias once and expand a view.
         distances_n = tile_distances(work.attn_slice, work.q, tile.k, values.device)
         bias_HRS = spread(distance_bias(work.scores, distances_n).to(values.dtype), num_keys)
         values += bias_HRS.unflatten(0, values.shape[1:3])
@@ -196,28 +199,27 @@ def _add_bias_and_mask_(values: Tensor, work: _Work) -> Tensor:
 
 
 def _exp_(exponents: Tensor) -> Tensor:
-    """Exponentiate in place, with exactly 0 below e^−60, which is too small to change any row's sum.
-
-    Processors are a hundred times slower on numbers near float32's smallest, and ALiBi makes thousands of them.
-    """
+    """Exponentiate in place and flush values up to e^−60, too small to change any row's sum, to exactly 0."""
+    # CPUs are a hundred times slower on float32 denormals, and ALiBi produces thousands.
     weights = exponents.clamp_(min=_LEAST).exp_()
-    # every clamped value, including the mask's −inf, is e^−60 now, just below the threshold
+    # every clamped value, including the mask's −inf, is now e^−60, just below the threshold
     return functional.threshold(weights, 1.001 * math.exp(_LEAST), 0.0, inplace=True)
 
 
 def _tile_gradients(
     rows: _Rows, k_BsKD: Tensor, v_BsKV: Tensor, work: _Work, dq: Tensor, dtable_NH: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients [B, K, S, …] of the tile's keys and values.
+    """Return one tile's key and value gradients [B, K, S, …].
 
-    Those of the queries and of the bias table are added to ``dq`` and ``dtable_NH``.
+    Add the query and bias table gradients to ``dq`` and ``dtable_NH``.
     """
-    # recompute the tile's weights p = exp(score − lse): their sum over all keys, on all ranks, is 1
+    # FlashAttention's backward: recompute p = exp(score − lse) per tile. lse is global, so p sums to 1 over all keys on
+    # all ranks, and tile gradients only need to be added.
     k, v = _key_rows(k_BsKD, work.tile.k), _key_rows(v_BsKV, work.tile.k)
     products, cap = _capped_products(rows.q, k, work.scores), work.scores.softcap
     slope: Tensor | None = None
     if cap is not None:
-        # the derivative of cap · tanh(x / cap) is 1 − tanh²; taken now, because the scores overwrite the products
+        # The derivative of cap · tanh(x / cap) is 1 − tanh²; computed here, because the scores overwrite the products.
         slope = (products / cap).square_().neg_().add_(1)
     weights = _exp_(_add_bias_and_mask_(products, work).sub_(rows.lse))
 
@@ -226,12 +228,12 @@ def _tile_gradients(
     dv = weights.flatten(2, 3).mT @ dout
     dscores = (dout @ v.mT).view_as(weights).sub_(rows.delta).mul_(weights)
     if dtable_NH is not None and work.scores.relative_bias is not None:
-        # the bias is added after the cap, so its gradient is the scores' own
+        # the bias is added after the cap, so its gradient equals dscores
         distances_n = tile_distances(work.attn_slice, work.q, work.tile.k, dscores.device)
         dvalues_Hn = gather_diagonals(dscores.sum(0).flatten(0, 1))
         dtable_NH += table_gradient(dvalues_Hn, distances_n, work.scores.relative_bias)
 
-    # through the cap and the scale to queries and keys
+    # through cap and scale to queries and keys
     if slope is not None:
         dscores.mul_(slope)
     dproducts = dscores.mul_(work.scores.scale).flatten(2, 3)

@@ -1,7 +1,7 @@
-"""Contract of an attention kernel on one device: its requests, inputs and results.
+"""Interface between single-device attention kernels and their callers: requests, inputs and results.
 
-Axes: B batch, t query rows and s key rows on this device, H query heads, K key/value heads, D query/key head size,
-V value head size, N buckets of a bias table.
+Axes: B batch, t query rows and s key rows on this device, H query heads, K key/value heads, D query/key head size, V
+value head size, N buckets of a bias table.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from longctx.kernels.merge import merge_ as merge_
 from longctx.kernels.processor import Products
 
 RULES = {"softcap": "soft cap", "alibi": "ALiBi", "relative_bias": "learned bias"}
-"""What may make a score more than a scaled dot product, and the words for it."""
+"""Score rules beyond the scaled dot product, each with its display name."""
 
 
 @dataclass(frozen=True, eq=False)
 class RelativeBias:
-    """A learned bias for every head and bucket of distances (T5, arXiv 1910.10683 §2.1 and its code).
+    """A learned bias per head and distance bucket (T5, arXiv 1910.10683 §2.1 and its code).
 
-    With n buckets on a side, distances below n/2 have a bucket each, larger ones share buckets that widen
-    logarithmically up to ``max_distance``; beyond it the last bucket serves. A bidirectional table spends half of its
-    buckets on keys that come after their query; otherwise such keys count as distance 0.
+    With n buckets per direction, distances below n/2 have a bucket each; larger ones share buckets that widen
+    logarithmically up to ``max_distance``, and anything beyond uses the last bucket. A bidirectional table reserves
+    half its buckets for keys after the query; otherwise such keys count as distance 0.
     """
 
     table_NH: Tensor
@@ -36,39 +36,39 @@ class RelativeBias:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scores:
-    """Rules of the score of a query and a key: ``cap·tanh(q·k·scale / cap) − slope·|distance| + bias(distance)``.
+    """Score parameters: ``cap·tanh(q·k·scale / cap) − slope·|distance| + bias(distance)``.
 
     The soft cap comes first and the biases after it, as in flash-attn. Distances are in tokens.
     """
 
     scale: float
-    """Factor of the dot product; usually D^-½."""
+    """Scale factor on the dot product; usually D^-½."""
     softcap: float | None = None
-    """Bound on the scaled dot product's size (Gemma 2); None for none."""
+    """Bound on the scaled dot product's magnitude (Gemma 2); None for no cap."""
     alibi_slopes_H: Tensor | None = None
-    """Each query head's float32 slope of ALiBi (arXiv 2108.12409); positive slopes favour near keys. No gradient."""
+    """Each query head's float32 ALiBi slope (arXiv 2108.12409); positive slopes favour near keys. No gradient."""
     relative_bias: RelativeBias | None = None
-    """A learned bias of the distance; its table receives a gradient."""
+    """Learned distance bias; its table receives a gradient."""
 
     @property
     def needs_distances(self) -> bool:
-        """True if scores depend on the positions of the two tokens."""
+        """True if scores depend on the two tokens' positions."""
         return self.alibi_slopes_H is not None or self.relative_bias is not None
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """Rules beyond the scaled dot product, keys of ``RULES``."""
+        """Active rules beyond the scaled dot product, keys of ``RULES``."""
         values = (self.softcap, self.alibi_slopes_H, self.relative_bias)
         return tuple(rule for rule, value in zip(RULES, values, strict=True) if value is not None)
 
     def table_gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """Return zeros to add the gradient of the bias table to, or None without a table."""
+        """Return a zero accumulator for the bias table's gradient, if there is a table."""
         if self.relative_bias is None:
             return None
         return torch.zeros_like(self.relative_bias.table_NH, dtype=dtype)
 
     def of_heads(self, start: int, stop: int) -> Scores:
-        """Return the scores of query heads [start, stop) only."""
+        """Restrict per-head parameters to query heads [start, stop)."""
         slopes, bias = self.alibi_slopes_H, self.relative_bias
         if slopes is not None:
             slopes = slopes[start:stop]
@@ -79,7 +79,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class KernelRequest:
-    """Properties of a call that a kernel must support, known before any tensor exists."""
+    """Properties that a kernel must support for a call, known before any tensor exists."""
 
     device_type: str
     dtype: torch.dtype
@@ -87,13 +87,13 @@ class KernelRequest:
     num_heads: int
     num_kv_heads: int
     value_dim: int | None = None
-    """Head size of the values; None when it is ``head_dim``."""
+    """Value head size if it differs from ``head_dim``."""
     window: bool = False
     """Whether slices may have an upper bound ``hi``."""
     rules: tuple[str, ...] = ()
-    """Rules of the scores, keys of ``RULES``."""
+    """Active score rules, keys of ``RULES``."""
     deterministic: bool = False
-    """Whether the backward pass must give equal bits on repetition."""
+    """Whether the backward pass must be bitwise reproducible."""
     products: Products | None = None
     """How a CPU multiplies bfloat16; None leaves it to the kernel."""
 
@@ -108,29 +108,30 @@ class KernelRequest:
 
 
 class Gradients(NamedTuple):
-    """A kernel's gradients: partial results, or in the inputs' dtype if the kernel has rounded them so."""
+    """A kernel's gradients: partial results, or the inputs' dtype if the kernel has already rounded them."""
 
     dq_BtHD: Tensor
     dk_BsKD: Tensor
     dv_BsKV: Tensor
     dtable_NH: Tensor | None = None
-    """Of the relative bias's table; None where the scores have none."""
+    """Gradient for the relative bias table, if there is one."""
 
     def widened(self) -> Gradients:
-        """Return them in ``accumulate_dtype``, in which others can be added."""
+        """Convert to ``accumulate_dtype``, so that further gradients can be added."""
         dq, dk, dv = (as_dtype(x, accumulate_dtype(x.dtype)) for x in self[:3])
         return Gradients(dq, dk, dv, self.dtable_NH)
 
 
 class AttentionKernel(Protocol):
-    """Softmax attention over the slices of one device, and its gradient.
+    """Softmax attention and its gradient over the slices on one device.
 
-    ``slices`` is a table (``slices.slice_table``). Several slices may name the same query row, over disjoint keys; the
-    kernel merges them. Results are *partial results*: owned by the caller and in ``accumulate_dtype`` (float32; float64
-    for float64 inputs), so that they can be merged across hops without rounding. Log-sum-exps are float64: over 8192
-    keys one is about 9, float32 rounds that to 5e-7, and every gradient of the row inherits the error.
+    ``slices`` is a table (``slices.slice_table``). Several slices may contain the same query row, over disjoint keys;
+    the kernel merges them. Results are *partial results*: new tensors that the caller owns, in ``accumulate_dtype``
+    (float32; float64 for float64 inputs), mergeable across hops without rounding.
     """
 
+    # Log-sum-exps are float64: over 8192 keys one is about 9, float32 rounds that to 5e-7, and every gradient in the
+    # row inherits the error.
     name: str
 
     def supports(self, request: KernelRequest) -> str | None:
@@ -155,9 +156,9 @@ class AttentionKernel(Protocol):
         *,
         scores: Scores,
     ) -> Gradients:
-        """Return the gradients of these slices alone, given the *global* output and log-sum-exp of every query row.
+        """Return the gradients for these slices alone, given each query row's *global* output and log-sum-exp.
 
-        Summed over all keys that a query meets, on all ranks, they are the exact gradient. ``lse`` may be larger than
-        the keys' own (a learnable sink takes a share), and is −inf on rows that meet no key anywhere.
+        Summed over all keys and ranks, they equal the exact gradient. ``lse`` may exceed the log-sum-exp over the keys
+        (a learnable sink takes a share), and is −inf on rows without any visible key.
         """
         ...

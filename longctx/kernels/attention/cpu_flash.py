@@ -1,19 +1,18 @@
-"""PyTorch's CPU flash attention behind our kernel contract.
+"""PyTorch's CPU flash attention behind our kernel interface.
 
-Quirks of the ATen op that this file hides: its causal mask is aligned top-left whatever the two lengths are; rows
-without a key come back as out = 0 *and lse = 0* (so no such row is ever passed in); its log-sum-exp has the strides of
-[B, S, H] under the shape [B, H, S]; its outputs are in the input's dtype; keys and values must have one head size; it
-has no window, only an additive mask. Grouped-query attention is native.
+ATen op quirks hidden here: its causal mask is aligned top-left for any two lengths; rows without a key return out = 0
+*and lse = 0* (so such rows are never passed in); its log-sum-exp has shape [B, H, S] but the strides of [B, S, H]; its
+outputs have the input's dtype; keys and values must share one head size; it has no window, only an additive mask.
+Grouped-query attention is native.
 
-Work is cut into tiles. Their inputs are converted and their results merged one by one, so that no full tensor is
-copied:
+Work is cut into tiles. Tile inputs are converted and tile results merged one by one, so no full tensor is copied:
 
-* float32: log-sum-exps of tiles are merged in float64 (each tile's is rounded on its own, so the errors average out),
-  and backward works near exponent 0, where float32 is finest (``tiles.centred``). Gradients are more exact than the
-  op's own, for a few per cent of its time.
-* bfloat16 and float16 are computed in float32, unless the processor has bfloat16 instructions (elsewhere the op is two
-  to five times slower in bfloat16) or ``compute="native"`` is set. In native computation every tile's gradients are
-  rounded to bfloat16 and summed in float32, a query head at a time: the op itself adds up in bfloat16.
+* float32: tile log-sum-exps are merged in float64 (each is rounded separately, so the errors average out), and
+  backward works near exponent 0, where float32 is finest (``tiles.centred``). Gradients are more exact than the op's
+  own, for a few per cent more time.
+* bfloat16 and float16 are computed in float32, unless the processor has bfloat16 instructions (on other processors
+  the op is two to five times slower in bfloat16) or ``compute="native"`` is set. Native computation rounds each tile's
+  gradients to bfloat16 and sums them in float32, one query head at a time: the op itself accumulates in bfloat16.
 
 Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size.
 """
@@ -43,25 +42,26 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _TILE = 1024
-"""Most query rows and keys of a tile whose inputs are converted or whose results are merged."""
+"""Maximum query rows and keys per tile if inputs are converted or results merged."""
 _GRADIENT_TILE = 4096
-"""The same in a backward pass that converts nothing: adding up the gradients of smaller tiles takes 3 to 6 % longer."""
+"""The same for a backward pass without conversions: accumulating gradients over smaller tiles takes 3 to 6 % longer."""
 _NATIVE_GRADIENT_TILE = 2048
-"""The same where results alone are converted, to be added up in float32. For a rank of two that share 8,192 tokens it
-is 4 to 7 % less time than tiles of 1,024 rows, and 5 to 9 MiB more; 4,096 rows are 3 % less again, and 13 MiB more."""
+"""The same if only results are converted, to accumulate in float32. For one rank of two that share 8,192 tokens it
+takes 4 to 7 % less time than 1,024-row tiles and 5 to 9 MiB more memory; 4,096 rows save another 3 % and take 13 MiB
+more."""
 _ELEMENTS = 1 << 18
-"""Most elements of a call's query rows, as far as heads can be taken in turn: what bounds a call's own memory."""
+"""Maximum elements in a call's query rows, as far as heads can be split: bounds the memory that a call allocates."""
 _PACKED_ROWS = 512
-"""Query rows from which on the op's inputs are copied into one piece of memory each."""
+"""Minimum query rows for copying the op's inputs into contiguous memory."""
 _WHOLE = 1 << 30
-"""No limit on a tile."""
+"""No limit on tile size."""
 
 
 class CpuFlashKernel:
-    """The fast kernel on CPUs; docs/parallel.md compares a ring of it with ``scaled_dot_product_attention``.
+    """The fast kernel on CPUs; docs/parallel.md compares ring attention with it to ``scaled_dot_product_attention``.
 
     ``compute`` is the dtype in which bfloat16 and float16 inputs are multiplied: ``"float32"``, ``"native"`` (their
-    own), or ``"auto"``: bfloat16 as ``fastest_products`` says, float16 in float32.
+    own), or ``"auto"``: ``fastest_products`` decides for bfloat16, and float16 uses float32.
     """
 
     def __init__(self, compute: str = "auto") -> None:
@@ -84,7 +84,7 @@ class CpuFlashKernel:
         self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         op = self._op(q_BtHD, v_BsKV, scores)
-        # if results are rounded to bfloat16, merging tiles would round once per tile, so the op takes full rows
+        # With bfloat16 results each tile merge would round once more, so the op takes full rows.
         size = _TILE
         if op.rounds:
             size = _WHOLE
@@ -92,7 +92,7 @@ class CpuFlashKernel:
         if whole is not None:
             return op.attend(q_BtHD, k_BsKD, v_BsKV, whole)
         shape = q_BtHD.shape[:-1] + v_BsKV.shape[-1:]
-        # not zeros: most rows belong to one block, which writes its result there
+        # empty, not zeros: most rows belong to one block, which writes its result there
         out = q_BtHD.new_empty(shape, dtype=accumulate_dtype(q_BtHD.dtype))
         lse = q_BtHD.new_full(shape[:-1], -torch.inf, dtype=torch.float64)
         touched = torch.zeros(shape[1], dtype=torch.bool)
@@ -104,7 +104,6 @@ class CpuFlashKernel:
             else:
                 out[:, block.q], lse[:, block.q] = block_out, block_lse
             touched[block.q] = True
-        # rows without a key
         if not touched.all():
             out[:, ~touched] = 0
         return out, lse
@@ -119,16 +118,17 @@ class CpuFlashKernel:
         scores: Scores,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Return the partial output [N, 1, H, V] of one query per sequence over all of its keys and the sinks.
+        """Return the partial output [N, 1, H, V] for one query per sequence over all its keys and the sinks.
 
-        ``bias_N11s`` is −inf for rows of the buffer that are not the sequence's; these must be finite all the same.
+        ``bias_N11s`` is −inf for buffer rows outside the sequence; those rows must still be finite.
         """
         N, _, H, D = q_N1HD.shape
         V, op = v_NsKV.shape[3], self._op(q_N1HD, v_NsKV, scores)
-        # Query heads that share keys are rows of one head: its keys are read once, and not once for each of them.
+        # Treat query heads that share keys as rows in one head, so that its keys are read once instead of per query
+        # head.
         rows = H // k_NsKD.shape[2]
         if N * H // rows < torch.get_num_threads():
-            rows = 1  # the op runs a thread for each head
+            rows = 1  # the op runs one thread per head
         q = op.fit(q_N1HD.reshape(N, H // rows, rows, D))
         k, v = op.fit(k_NsKD.transpose(1, 2)), op.fit(v_NsKV.transpose(1, 2))
         if bias_N11s is not None:
@@ -162,9 +162,9 @@ class CpuFlashKernel:
         else:
             lse_BtH = lse_BtH.to(partial)
         size = _TILE
-        if op.dtype == q_BtHD.dtype == partial:  # nothing is converted
+        if op.dtype == q_BtHD.dtype == partial:  # no conversions
             size = _GRADIENT_TILE
-        elif op.dtype == q_BtHD.dtype:  # native; only results are converted
+        elif op.dtype == q_BtHD.dtype:  # native: only results are converted
             size = _NATIVE_GRADIENT_TILE
         for block in _blocks(slices, size):
             for h, g in op.head_groups(block, q_BtHD.shape[2], k_BsKD.shape[2]):
@@ -191,7 +191,8 @@ def _blocks(slices: Tensor, size: int) -> Iterator[RowBlock]:
 
 @once_per_table
 def _whole_block(slices: Tensor, size: int, num_rows: int) -> RowBlock | None:
-    """Return the one block that holds all query rows, as in decoding; None if the rows are in several blocks."""
+    """Return the single block that holds all query rows, as in decoding; None if rows span several blocks."""
+    # Decoding takes this path on each step: one block needs no merge, no buffer and no bookkeeping.
     parts = table_slices(slices)
     if len(parts) != 1:
         return None
@@ -203,7 +204,7 @@ def _whole_block(slices: Tensor, size: int, num_rows: int) -> RowBlock | None:
 
 @lru_cache(maxsize=16)
 def _compute_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
-    """Return the dtype in which inputs of ``dtype`` are multiplied; log the reason once."""
+    """Resolve the dtype in which ``dtype`` inputs are multiplied; log the reason once."""
     if dtype in (torch.float32, torch.float64):
         return dtype
     if compute == "auto":
@@ -222,34 +223,34 @@ def _compute_dtype(dtype: torch.dtype, compute: str) -> torch.dtype:
 
 
 class _Rows(NamedTuple):
-    """Tensors of a block's query rows that backward needs."""
+    """One block's query-row tensors for the backward pass."""
 
     dout_BrHV: Tensor
     q_BrHD: Tensor
     out_BrHV: Tensor
     lse_BrH: Tensor
     power_BrH: Tensor | None = None
-    """Powers of two that dout is multiplied by where lse is centred."""
+    """Powers of two to scale dout with if lse is centred."""
 
 
 class _Op(NamedTuple):
-    """Wrapper of the ATen op that takes and returns [B, rows, heads, size], whatever layout the op itself needs."""
+    """ATen op wrapper that takes and returns [B, rows, heads, size] and hides the op's own layout."""
 
     dtype: torch.dtype
-    """What it multiplies in."""
+    """Matmul dtype."""
     sizes: tuple[int, int]
-    """Head sizes of queries and keys, and of values."""
+    """Head sizes: queries and keys, values."""
     scale: float
 
     @property
     def rounds(self) -> bool:
-        """True if its results are less precise than partial results should be."""
+        """True if the op's results are less precise than partial results should be."""
         return self.dtype not in (torch.float32, torch.float64)
 
     def head_groups(self, block: RowBlock, num_heads: int, num_kv_heads: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the query heads, and the key heads they share, of each backward call; the op runs a thread per head."""
+        """Yield each backward call's query heads and the key heads they share; the op runs one thread per head."""
         shared = num_heads // num_kv_heads
-        # limit the elements of a call's query rows, but take enough key heads for every thread to have a query head
+        # Limit a call's query-row elements, but take enough key heads to give each thread a query head.
         most = _ELEMENTS // ((block.q.stop - block.q.start) * max(self.sizes))
         together = max(most // shared, -(-torch.get_num_threads() // shared), 1)
         for g in range(0, num_kv_heads, together):
@@ -257,7 +258,7 @@ class _Op(NamedTuple):
             yield slice(g * shared, stop * shared), slice(g, stop)
 
     def attend(self, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock) -> tuple[Tensor, Tensor]:
-        """Return output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H] of one block of rows."""
+        """Compute one block's output [B, r, H, V] as a partial result and float64 log-sum-exp [B, r, H]."""
         meeting = block.q.stop - block.q.start
         q = self.take(q_BtHD, meeting, block.q)
         out: Tensor | None = None
@@ -268,7 +269,7 @@ class _Op(NamedTuple):
                 q, k, v, 0.0, _is_causal(tile), attn_mask=self._mask(block, tile), scale=self.scale
             )
             tile_out, tile_lse = self.give(tile_out, self.sizes[1]), tile_lse.transpose(1, 2).double()
-            # online softmax over the tiles: every row sees a key of each, so neither log-sum-exp is −inf
+            # Online softmax over tiles: every row sees a key in each tile, so neither log-sum-exp is −inf.
             if out is None or lse is None:
                 out, lse = tile_out, tile_lse
             else:
@@ -280,7 +281,7 @@ class _Op(NamedTuple):
     def gradients(
         self, rows: _Rows, k_BsKD: Tensor, v_BsKV: Tensor, block: RowBlock
     ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor]]:
-        """Yield each tile of the block with its gradients of queries, keys and values, all of them partial results."""
+        """Yield the block's tiles, each with its query, key and value gradients as partial results."""
         meeting = block.q.stop - block.q.start
         dout, q, out = (self.take(x, meeting) for x in (rows.dout_BrHV, rows.q_BrHD, rows.out_BrHV))
         lse, num_kv_heads = rows.lse_BrH.transpose(1, 2), k_BsKD.shape[2]
@@ -293,7 +294,7 @@ class _Op(NamedTuple):
         D, V = self.sizes
         for tile in block.tiles:
             k, v = self.take(k_BsKD, meeting, tile.k), self.take(v_BsKV, meeting, tile.k)
-            if self.rounds:  # the op would add up heads that share a key in its own dtype
+            if self.rounds:  # the op would sum heads that share a key in its own dtype
                 k, v = (x.repeat_interleave(q.shape[1] // num_kv_heads, 1) for x in (k, v))
             mask = self._mask(block, tile)
             dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, _is_causal(tile), attn_mask=mask, scale=self.scale)
@@ -303,10 +304,10 @@ class _Op(NamedTuple):
             yield tile, dq, dk, dv
 
     def take(self, x_BsHX: Tensor, meeting: int, rows: slice = slice(None)) -> Tensor:
-        """Return rows of a tensor in the op's layout: [B, H, rows, size], the smaller head size padded with zeros.
+        """Convert rows to the op's layout: [B, H, rows, size], the smaller head size padded with zeros.
 
-        If ``meeting``, the number of query rows, is large, they are contiguous, one head after another: on strided
-        rows the op takes 4 to 9 % longer. For few query rows, as in decoding, the copy would take longer than that.
+        If ``meeting``, the query row count, is large, rows become contiguous per head: the op takes 4 to 9 % longer on
+        strided rows. With few query rows, as in decoding, the copy would cost more than it saves.
         """
         layout = torch.preserve_format
         if meeting >= _PACKED_ROWS:
@@ -314,7 +315,7 @@ class _Op(NamedTuple):
         return self.fit(x_BsHX[:, rows].transpose(1, 2), layout)
 
     def fit(self, x_BHsX: Tensor, layout: torch.memory_format = torch.preserve_format) -> Tensor:
-        """Convert a tensor to the op's dtype and pad it to the larger of the two head sizes."""
+        """Convert to the op's dtype and pad to the larger head size."""
         missing = max(self.sizes) - x_BHsX.shape[-1]
         if missing:
             x_BHsX = functional.pad(x_BHsX, (0, missing))
@@ -325,11 +326,11 @@ class _Op(NamedTuple):
         return x_BHsX
 
     def give(self, x: Tensor, size: int) -> Tensor:
-        """Convert an output of the op to a partial result [B, rows, H, size]."""
+        """Convert an op output to a partial result [B, rows, H, size]."""
         return x.transpose(1, 2)[..., :size].to(accumulate_dtype(x.dtype))
 
     def _mask(self, block: RowBlock, tile: Tile) -> Tensor | None:
-        """Return the additive mask of a tile, or None if the tile is full or causal from its corner on."""
+        """Return a tile's additive mask, or None if the tile is full or causal from its top-left corner."""
         if _is_causal(tile) or tile.lo is tile.hi is None:
             return None
         return _band_mask(block.q.stop - block.q.start, tile.k.stop - tile.k.start, tile.lo, tile.hi, self.dtype)
@@ -340,11 +341,11 @@ def _is_causal(tile: Tile) -> bool:
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # training may find a mask that generation cached
+@torch.inference_mode(False)  # training may reuse a mask that generation cached
 def _band_mask(rows: int, keys: int, lo: int | None, hi: int | None, dtype: torch.dtype) -> Tensor:
     """Return a mask [rows, keys], 0 if lo ≤ i − j ≤ hi, else −inf.
 
-    It has at most 2^20 elements and is the same for most blocks.
+    It has at most 2^20 elements, and most blocks share one.
     """
     apart = torch.arange(rows)[:, None] - torch.arange(keys)
     outside = torch.zeros(rows, keys, dtype=torch.bool)

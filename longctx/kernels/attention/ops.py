@@ -1,10 +1,9 @@
 """The kernels as PyTorch operators: ``longctx::attention_forward`` and ``longctx::attention_backward``.
 
-A trace without data needs only the shapes of an operator's results. Operators take plain values: the slices as their
-table, the kernel by name and the scores field by field.
+Operators take plain values: slices as a table, the kernel by name and the scores field by field.
 
-Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size,
-N buckets of a bias table.
+Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size, N
+buckets of a bias table.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from longctx.kernels.attention.contract import Gradients, RelativeBias, Scores
 from longctx.kernels.attention.select import KERNELS
 from longctx.kernels.dtypes import accumulate_dtype
 
+# torch.compile traces operators through their fake implementations, which only compute result shapes, so a kernel never
+# runs (or breaks the graph) during tracing.
 _SCORES = (
     "str kernel, float scale, float? softcap, Tensor? alibi_slopes, Tensor? bias_table, int max_distance, "
     "bool bidirectional"
@@ -33,7 +34,7 @@ _library.define(
 def forward(
     kernel: str, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, slices: Tensor, *, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """Call the ``forward`` of the kernel of that name, through the operator.
+    """Call the named kernel's ``forward`` through the operator.
 
     Autograd does not record this: call it inside an ``autograd.Function``.
     """
@@ -53,19 +54,19 @@ def backward(
     *,
     scores: Scores,
 ) -> Gradients:
-    """Call the ``backward`` of the kernel of that name, through the operator."""
+    """Call the named kernel's ``backward`` through the operator."""
     options = _plain(slices, kernel, scores)
     dq, dk, dv, dtable = torch.ops.longctx.attention_backward.default(
         dout_BtHV, q_BtHD, k_BsKD, v_BsKV, out_BtHV, lse_BtH, *options
     )
-    # an operator returns tensors only: an empty one stands for none
+    # operators can only return tensors: an empty one stands for no gradient
     if scores.relative_bias is None:
         dtable = None
     return Gradients(dq, dk, dv, dtable)
 
 
 def _plain(slices: Tensor, kernel: str, scores: Scores) -> tuple:
-    """Return the arguments that follow the operators' tensors."""
+    """Flatten slices, kernel and scores into the operators' non-tensor arguments."""
     table_NH, max_distance, bidirectional = None, 0, False
     bias = scores.relative_bias
     if bias is not None:
@@ -82,7 +83,7 @@ def _scores(
     max_distance: int,
     bidirectional: bool,
 ) -> Scores:
-    """Invert ``_plain``, except for slices and kernel."""
+    """Rebuild scores from the arguments made by ``_plain``, except slices and kernel."""
     bias = None
     if table_NH is not None:
         bias = RelativeBias(table_NH, max_distance, bidirectional)

@@ -1,4 +1,4 @@
-"""Attention by definition, in float64: slow, any device, any band, any score. The reference for all other kernels."""
+"""Attention by definition, in float64: slow, any device, any band, any score. Reference for all other kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from longctx.kernels.attention.slices import AttentionSlice, table_slices
 from longctx.kernels.dtypes import accumulate_dtype
 
 _ROWS = 512
-"""Query rows whose scores exist at once."""
+"""Query rows per score block: bounds the memory for the scores."""
 
 
 class ReferenceKernel:
-    """Plain softmax attention, scores formed in float64 for at most 512 query rows at a time."""
+    """Plain softmax attention in float64, at most 512 query rows at a time."""
 
     name = "reference"
 
@@ -64,20 +64,20 @@ class ReferenceKernel:
         for attn_slice in _row_blocks(slices):
             rows, keys = slice(attn_slice.q_start, attn_slice.q_stop), slice(attn_slice.k_start, attn_slice.k_stop)
             products = _products(q[:, :, rows], k[:, :, keys], scores)
-            # global weights p: lse counts keys of other slices, and of other ranks, too
+            # Global weights p: lse covers keys from other slices and other ranks too.
             weights = _weights(_scores(products, attn_slice, scores), lse[:, :, rows])
             dscores = weights * (dout[:, :, rows] @ v[:, :, keys].mT - delta[:, :, rows])
             if bias is not None and dtable is not None:
                 named = buckets(_distances(attn_slice, q.device), bias).flatten()
-                # In fixed order on every device, unlike index_add_: many pairs share a bucket.
+                # Many pairs share a bucket; unlike index_add_, this adds them in a fixed order on every device.
                 dtable.index_put_((named,), dscores.sum(0).flatten(1).T, accumulate=True)
-            # biases come after the cap, so only queries and keys feel its slope, 1 − tanh²
+            # Biases come after the cap, so only dq and dk get the cap's derivative 1 − tanh².
             if scores.softcap is not None:
                 dscores = dscores * (1 - (products / scores.softcap) ** 2)
             dv[:, :, keys] += weights.mT @ dout[:, :, rows]
             dq[:, :, rows] += dscores @ k[:, :, keys] * scores.scale
             dk[:, :, keys] += dscores.mT @ q[:, :, rows] * scores.scale
-        # query heads that share a key head add to its gradient
+        # GQA: sum over the query heads that share a key head.
         dk, dv = (g.unflatten(1, (k_BsKD.shape[2], -1)).sum(2) for g in (dk, dv))
         partial = accumulate_dtype(q_BtHD.dtype)
         dq, dk, dv = (g.transpose(1, 2).to(partial) for g in (dq, dk, dv))
@@ -87,7 +87,7 @@ class ReferenceKernel:
 
 
 def _float64_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return [B, H, rows, D] in float64, with key heads repeated for the query heads that share them."""
+    """Convert to float64 [B, H, rows, D] and repeat key heads for GQA."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -100,7 +100,7 @@ def _row_blocks(slices: Tensor) -> Iterator[AttentionSlice]:
 
 
 def _apart(attn_slice: AttentionSlice, device: torch.device) -> Tensor:
-    """Return i − j of every query row and key row of the slice."""
+    """Return i − j for each pair of query row and key row."""
     i = torch.arange(attn_slice.q_start, attn_slice.q_stop, device=device)[:, None]
     return i - torch.arange(attn_slice.k_start, attn_slice.k_stop, device=device)
 
@@ -118,7 +118,7 @@ def _products(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
 
 
 def _scores(products: Tensor, attn_slice: AttentionSlice, scores: Scores) -> Tensor:
-    """Add biases to the products, and set −inf outside the slice's band."""
+    """Add biases, and set −inf outside the slice's band."""
     if scores.needs_distances:
         products = products + distance_bias(scores, _distances(attn_slice, products.device))
     apart = _apart(attn_slice, products.device)
@@ -130,7 +130,7 @@ def _scores(products: Tensor, attn_slice: AttentionSlice, scores: Scores) -> Ten
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(scores − lse), and 0 on rows that see no key."""
-    # there −inf − (−inf) is NaN
+    """Return exp(scores − lse), and 0 on rows without a key."""
+    # without this, −inf − (−inf) is NaN on such rows
     lse = lse.unsqueeze(-1)
     return torch.exp(scores - lse).masked_fill(lse == -torch.inf, 0.0)

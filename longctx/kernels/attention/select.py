@@ -1,4 +1,4 @@
-"""Choice of a kernel that supports a request."""
+"""Attention kernel selection: find a kernel that supports a request."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _KERNELS: tuple[AttentionKernel, ...] = (
     FlashKernel(FLASH4),
     FlashKernel(FLASH2, deterministic=True),
     FlashKernel(FLASH4, deterministic=True),
-    FlashKernel(CUDA_FLASH),  # if no flash-attn is installed
-    CudnnKernel(),  # never by ``auto``, since the kernel before it serves the same requests; cudnn.py says why
+    FlashKernel(CUDA_FLASH),  # if flash-attn is not installed
+    CudnnKernel(),  # never chosen by ``auto``: the kernel above serves the same requests; cudnn.py gives the reasons
     FlexKernel(),  # the only one on CUDA with biases
     CpuFlashKernel(),
     BlockwiseKernel(),  # any device and any score
@@ -38,32 +38,32 @@ _KERNELS: tuple[AttentionKernel, ...] = (
     CpuFlashKernel("float32"),
 )
 KERNELS: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in _KERNELS}
-"""Every kernel by name, in the order of preference. The last two are cpu_flash for requests that say how a CPU
-multiplies bfloat16."""
+"""All kernels by name, in order of preference. The last two are cpu_flash variants for requests that set ``products``.
+"""
 
 _FIRST_ON: Mapping[int, tuple[str, ...]] = {
-    # Hopper: flash-attn 3 is written for it. There and on consumer Blackwell the release goes before the beta.
+    # Hopper: flash-attn 3 is written for it. Both here and on consumer Blackwell the release precedes the beta.
     9: ("flash3", "flash2", "flash4"),
     12: ("flash2", "flash4"),
-    # datacentre Blackwell: flash-attn 4 is written for it, flash-attn 2 runs there as on an older device
+    # Datacentre Blackwell: flash-attn 4 is written for it; flash-attn 2 treats it as an older device.
     10: ("flash4", "flash2"),
 }
-"""Kernels that ``auto`` tries first on a generation (major compute capability) of CUDA devices."""
+"""Kernels that ``auto`` tries first, per CUDA device generation (major compute capability)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Kernel that serves a request, the reason for this choice, and advice on how to install a faster one."""
+    """Kernel for a request, the reason for choosing it, and a hint for installing a faster one."""
 
     kernel: AttentionKernel
     reason: str
-    """For the log: that the config names it, or why the kernels before it in the order of ``auto`` were not taken."""
+    """Log text: named by the config, or why ``auto`` skipped the kernels before it."""
     advice: str | None
-    """What installs kernels that ``auto`` would prefer on this device, the fastest first; None where there are none."""
+    """Install commands for kernels that ``auto`` would prefer on this device, fastest first."""
 
     @property
     def name(self) -> str:
-        """Name of the kernel."""
+        """Name of the chosen kernel."""
         return self.kernel.name
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class KernelChoice:
 
 
 def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
-    """Return the kernel called ``name``, or with ``"auto"`` the first that supports the request; log the choice once.
+    """Resolve ``name`` to a kernel, ``"auto"`` to the first that supports the request; log the choice once.
 
     Raise ConfigError if the name is unknown or the named kernel cannot serve the request.
     """
@@ -82,7 +82,7 @@ def choose_kernel(name: str, request: KernelRequest) -> AttentionKernel:
 
 @lru_cache(maxsize=64)
 def explain_choice(name: str, request: KernelRequest) -> KernelChoice:
-    """Return the kernel of ``choose_kernel`` with the reason and advice on a faster one; log the choice once."""
+    """Resolve like ``choose_kernel``, with the reason and an install hint; log the choice once."""
     if name == "auto":
         choice = _first_that_serves(request)
     elif name in KERNELS:
@@ -97,24 +97,24 @@ def explain_choice(name: str, request: KernelRequest) -> KernelChoice:
 
 
 def order_of_auto(generation: int | None) -> list[AttentionKernel]:
-    """Return all kernels in the order in which ``auto`` tries them on this generation (None: no CUDA device)."""
+    """List all kernels in the order ``auto`` tries them on this generation (None: no CUDA device)."""
     first = _FIRST_ON.get(generation or 0, ())
-    # the deterministic ones are slower: ``auto`` reaches them only if the request refuses the others
+    # Deterministic variants are slower: ``auto`` reaches them only if the request rules out the others.
     names = list(first) + [f"{name}_deterministic" for name in first] + list(KERNELS)
     return [KERNELS[name] for name in dict.fromkeys(names) if name in KERNELS]
 
 
 def _multiplying(name: str, request: KernelRequest) -> AttentionKernel:
-    """Return the variant of this kernel that multiplies bfloat16 as the request says, or the kernel if it has none."""
+    """Return the kernel's variant for the requested bfloat16 matmul mode, or the kernel itself."""
     if request.dtype == torch.bfloat16 and f"{name}_{request.products}" in KERNELS:
         return KERNELS[f"{name}_{request.products}"]
     return KERNELS[name]
 
 
 def _first_that_serves(request: KernelRequest) -> KernelChoice:
-    """Return the first kernel in the order of ``auto`` that serves the request.
+    """Return the first kernel in ``auto`` order that serves the request.
 
-    Raise ConfigError if there is none, with one line per reason.
+    Raise ConfigError with one line per reason if no kernel does.
     """
     refusals: dict[str, str] = {}
     for kernel in order_of_auto(device_generation()):
@@ -128,7 +128,7 @@ def _first_that_serves(request: KernelRequest) -> KernelChoice:
 
 
 def device_generation() -> int | None:
-    """Return the major compute capability of the CUDA device, as the kernels see it; None without a device."""
+    """Return the CUDA device's major compute capability, as the kernels see it, if there is a device."""
     for kernel in KERNELS.values():
         if isinstance(kernel, VarlenKernel):
             capability = kernel.device_capability()
@@ -138,7 +138,7 @@ def device_generation() -> int | None:
 
 
 def _advice(request: KernelRequest, passed_over: list[AttentionKernel]) -> str | None:
-    """Return how to install the skipped kernels that only lack their library to serve the request, or None."""
+    """Return install commands for skipped kernels that only lack their library."""
     commands = []
     for kernel in passed_over:
         if not isinstance(kernel, FlashKernel) or kernel.unsuited(request) is not None:
@@ -151,7 +151,7 @@ def _advice(request: KernelRequest, passed_over: list[AttentionKernel]) -> str |
 
 
 def _passed_over(refusals: dict[str, str]) -> str:
-    """Return why kernels that would have been preferred were not taken, each reason once."""
+    """Describe why preferred kernels were skipped, each reason once."""
     kernels_by_reason: dict[str, list[str]] = {}
     for name, refusal in refusals.items():
         kernels_by_reason.setdefault(refusal, []).append(name)

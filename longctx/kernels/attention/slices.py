@@ -1,8 +1,8 @@
-"""Attention's work as a table: the query rows and key rows that meet, and their bands.
+"""Attention work as a table: query ranges, key ranges and the bands between them.
 
 A table is an int64 tensor [n, 8] on the CPU, one ``AttentionSlice`` per row, with ``OPEN`` for a missing bound.
-Schedules make it, transports and operators pass it on, and kernels read it. A table is never changed after it is made,
-so results that follow from it can be cached for as long as it lives (``once_per_table``).
+Schedules build it, transports and operators pass it on, kernels read it. Tables are immutable, so derived results can
+be cached for a table's lifetime (``once_per_table``).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 OPEN = 2**62
-"""Stands for a missing bound, below or above."""
+"""Sentinel for a missing lower or upper bound."""
 
 Q_START, Q_STOP, K_START, K_STOP, LO, HI, STEP, OFFSET = range(8)
-"""Columns of a table."""
+"""Table columns."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class AttentionSlice(NamedTuple):
-    """Query rows [q_start, q_stop) that meet key rows [k_start, k_stop) if ``lo <= i - j <= hi``.
+    """Query rows [q_start, q_stop) attend to key rows [k_start, k_stop) if ``lo <= i - j <= hi``.
 
-    i and j are row indices into the tensors handed to the kernel (not offsets within the ranges); ``None`` leaves a
-    side open. Causal attention of a document with queries and keys in the same rows is ``lo=0``; a full rectangle has
-    no bounds. ``step`` and ``offset`` give the distance of the two tokens in the document: ``step·(i − j) + offset``
-    tokens. Only scores that depend on distance (``Scores.needs_distances``) read them.
+    i and j are row indices into the kernel's input tensors (not offsets within the ranges); ``None`` leaves a side
+    open. Causal attention within a document, with queries and keys in the same rows, is ``lo=0``; a full rectangle has
+    no bounds. The two tokens are ``step·(i − j) + offset`` tokens apart in the document. Only scores that depend on
+    distance (``Scores.needs_distances``) read ``step`` and ``offset``.
     """
 
     q_start: int
@@ -45,14 +45,14 @@ class AttentionSlice(NamedTuple):
     offset: int = 0
 
     def shifted(self, *, queries: int = 0, keys: int = 0) -> AttentionSlice:
-        """Return the same work with all query row indices moved by ``queries`` and key row indices by ``keys``."""
+        """Shift all query row indices by ``queries`` and key row indices by ``keys``; the work stays the same."""
         by = queries - keys
         moved = self._replace(
             q_start=self.q_start + queries,
             q_stop=self.q_stop + queries,
             k_start=self.k_start + keys,
             k_stop=self.k_stop + keys,
-            offset=self.offset - self.step * by,  # the tokens are as far apart as before
+            offset=self.offset - self.step * by,  # keep the token distances
         )
         if self.lo is not None:
             moved = moved._replace(lo=self.lo + by)
@@ -61,7 +61,7 @@ class AttentionSlice(NamedTuple):
         return moved
 
     def mirrored(self) -> AttentionSlice:
-        """Return the same pairs with queries and keys exchanged."""
+        """Return the same pairs with queries and keys swapped."""
         lo, hi = self.hi, self.lo
         if lo is not None:
             lo = -lo
@@ -73,12 +73,12 @@ class AttentionSlice(NamedTuple):
 
 
 def slice_table(slices: Iterable[AttentionSlice]) -> Tensor:
-    """Return the table of these slices. Equal slices give the same tensor again, and so share cached results."""
+    """Build the table for these slices. Equal slices return the same tensor, and so share cached results."""
     return _table_of(tuple(slices))
 
 
-@lru_cache(maxsize=16)  # the masks of a few batches; results cached for a table may take memory on the device
-@torch.inference_mode(False)  # training may find a table that generation cached
+@lru_cache(maxsize=16)  # the masks for a few batches; results cached per table may hold device memory
+@torch.inference_mode(False)  # training may reuse a table that generation cached
 def _table_of(slices: tuple[AttentionSlice, ...]) -> Tensor:
     rows = []
     for s in slices:
@@ -92,12 +92,12 @@ def _table_of(slices: tuple[AttentionSlice, ...]) -> Tensor:
 
 
 def once_per_table(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
-    """Decorate a function of a table to compute its result once and cache it until the table is freed.
+    """Decorate a function on tables to compute its result once per table and cache it until the table is freed.
 
-    A lookup takes 3 µs however long the table is; hashing or comparing a table of 2000 slices takes 30 times that.
     Other arguments must be hashable.
     """
-    # weak and by identity: equal tables that were made twice have results twice, and a freed table frees its results
+    # Keyed weakly and by identity: a lookup takes 3 µs at any table length, while hashing or comparing 2000 slices
+    # takes 30 times that. Equal tables built twice cache their results twice, and a freed table frees its results.
     known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     @wraps(function)
@@ -115,7 +115,7 @@ def once_per_table(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Co
 
 @once_per_table
 def table_slices(table: Tensor) -> tuple[AttentionSlice, ...]:
-    """Return the rows of a table as slices."""
+    """Convert table rows to slices."""
     slices = []
     for q_start, q_stop, k_start, k_stop, lo, hi, step, offset in table.tolist():
         attn_slice = AttentionSlice(q_start, q_stop, k_start, k_stop, lo, hi, step, offset)
@@ -128,8 +128,8 @@ def table_slices(table: Tensor) -> tuple[AttentionSlice, ...]:
 
 
 def shifted(table: Tensor, *, queries: int = 0, keys: int = 0) -> Tensor:
-    """Return a new table with all query row indices moved by ``queries`` and key row indices by ``keys``."""
-    by = queries - keys  # the change of every i − j
+    """Return a new table with all query row indices shifted by ``queries`` and key row indices by ``keys``."""
+    by = queries - keys  # the change in each i − j
     moved = table.numpy().copy()
     moved[:, Q_START:K_START] += queries
     moved[:, K_START:LO] += keys

@@ -1,4 +1,4 @@
-"""Helpers of tiled kernels: cutting a slice into tiles, and centring exponents where float32 is exact.
+"""Helpers for tiled kernels: cut slices into tiles, and centre exponents where float32 is exact.
 
 Axes: B batch, t query rows, H query heads, V value head size.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 from longctx.kernels.attention.slices import AttentionSlice
 
 _NARROW = 64
-"""Fewest query rows of a block under a narrow window: fewer would leave more calls than work."""
+"""Minimum query rows per block under a narrow window: below that, call overhead exceeds the work."""
 _WIDE = 1024
-"""Most rows and keys of a tile that an upper bound cuts, and so is masked: half of its work is in vain."""
+"""Maximum rows and keys in a tile that an upper bound cuts: such a tile is masked, which wastes half its work."""
 
 
 class Tile(NamedTuple):
-    """Keys that meet one block of query rows if ``lo <= i − j <= hi``, both counted from the tile's first corner.
+    """Keys for one block of query rows if ``lo <= i − j <= hi``, both counted from the tile's top-left corner.
 
-    A bound that cuts nothing off is None, so a tile with ``lo=0`` alone is causal with row 0 aligned to key 0.
+    A bound without effect is None, so a tile with only ``lo=0`` is causal with row 0 aligned to key 0.
     """
 
     k: slice
@@ -32,17 +32,18 @@ class Tile(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """Query rows and the tiles they meet; **every row sees at least one key of every tile**."""
+    """Query rows and their tiles; **every row sees at least one key in every tile**."""
 
     q: slice
     tiles: tuple[Tile, ...]
 
 
 def row_blocks(attn_slice: AttentionSlice, *, rows: int, keys: int) -> Iterator[RowBlock]:
-    """Yield the slice in blocks of at most ``rows`` query rows and tiles of at most ``keys`` keys.
+    """Yield the slice in blocks with at most ``rows`` query rows and tiles with at most ``keys`` keys.
 
-    Rows that see no key are left out. A narrow band (less than 2·1024 or 2·``keys`` tokens) is cut into blocks of about
-    a quarter of its width, at least 64 rows, and one tile holds all keys of a block: a mask costs less than merging.
+    Rows without a visible key are skipped. A narrow band (less than 2·1024 or 2·``keys`` tokens) is cut into blocks
+    about a quarter of its width, at least 64 rows, and one tile holds all keys for a block: a mask costs less than
+    merging.
     """
     bounded = _without_idle_bounds(attn_slice)
     q_start, q_stop, k_start, k_stop, lo, hi = bounded[:6]
@@ -59,7 +60,7 @@ def row_blocks(attn_slice: AttentionSlice, *, rows: int, keys: int) -> Iterator[
         width = hi - lo + 1
         is_narrow = width < 2 * min(keys, _WIDE)
         if is_narrow:
-            # with more rows more of a tile would lie outside of the band, with fewer there would be more merges
+            # more rows would put more of each tile outside the band, fewer would need more merges
             rows = min(rows, max(_NARROW, 1 << (width // 4).bit_length() >> 1))
     for row in range(q_start, q_stop, rows):
         block = slice(row, min(row + rows, q_stop))
@@ -67,7 +68,7 @@ def row_blocks(attn_slice: AttentionSlice, *, rows: int, keys: int) -> Iterator[
 
 
 def _without_idle_bounds(attn_slice: AttentionSlice) -> AttentionSlice:
-    """Return the slice without bounds that cut nothing off, so that its tiles need no mask."""
+    """Drop bounds without effect, so that the tiles need no mask."""
     q_start, q_stop, k_start, k_stop, lo, hi = attn_slice[:6]
     if lo is not None and lo <= q_start - (k_stop - 1):
         lo = None
@@ -77,38 +78,40 @@ def _without_idle_bounds(attn_slice: AttentionSlice) -> AttentionSlice:
 
 
 def _tiles(q: slice, attn_slice: AttentionSlice, keys: int, is_narrow: bool) -> Iterator[Tile]:
-    """Yield the tiles of one block in the order of their keys: those that ``hi`` cuts, those that every row sees in
-    full, those that ``lo`` cuts."""
+    """Yield one block's tiles in key order: cut by ``hi``, fully visible, cut by ``lo``."""
+    # Along the keys a block crosses three zones: the window edge (masked by hi), keys visible to every row (no mask),
+    # the diagonal (causal). Cutting exactly at the zone borders keeps most tiles free of masks and gives every row a
+    # key in every tile.
     lo, hi = attn_slice.lo, attn_slice.hi
-    # keys that any row of the block sees
+    # keys visible to any row in the block
     begin, end = attn_slice.k_start, attn_slice.k_stop
     if hi is not None:
         begin = max(begin, q.start - hi)
     if lo is not None:
         end = min(end, q.stop - lo)
 
-    # the edge of the window: keys that the block's last row no longer sees
+    # window edge: keys that the block's last row no longer sees
     if hi is not None and begin < q.stop - 1 - hi:
         edge = end
         if not is_narrow:
-            edge = min(end, q.stop - hi)  # the last row sees the last key of the edge
+            edge = min(end, q.stop - hi)  # the last row sees the edge's last key
         yield _masked_tile(q, begin, edge, lo, hi)
         begin = edge
 
-    # keys that every row sees
+    # keys visible to every row
     diagonal = end
     if lo is not None and end > q.start - lo + 1:
         diagonal = q.start - lo
     for k in range(begin, diagonal, keys):
         yield Tile(slice(k, min(k + keys, diagonal)), None, None)
 
-    # the diagonal: keys that the block's first row does not see yet
+    # diagonal: keys that the block's first row does not see yet
     if begin < end and diagonal < end:
         yield Tile(slice(diagonal, end), 0, None)
 
 
 def _masked_tile(q: slice, begin: int, end: int, lo: int | None, hi: int) -> Tile:
-    """Return the tile with its bounds counted from its own corner; ``lo`` is None if it cuts nothing."""
+    """Return the tile with bounds relative to its own corner; ``lo`` is dropped if it has no effect."""
     shift = q.start - begin
     if lo is not None:
         if end - 1 <= q.start - lo:
@@ -119,14 +122,15 @@ def _masked_tile(q: slice, begin: int, end: int, lo: int | None, hi: int) -> Til
 
 
 def centred(lse_BtH: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``power`` and ``lse`` (float32), such that lse is near 0.
+    """Return ``power`` and ``lse`` (float32) with lse near 0.
 
     They satisfy ``exp(s − lse_BtH) · dout = exp(s − lse) · (dout · power)``, and every gradient is linear in that
-    product. ``power`` is a power of two, so scaling by it is exact. Exponents near 0 are where float32 has its finest
-    steps: around −9, as over 8192 keys, every gradient of a row would inherit an error of 5e-7.
+    product.
     """
+    # float32 has its finest steps near 0: around −9, as over 8192 keys, every gradient in a row would inherit an error
+    # of 5e-7. ``power`` is a power of two, so scaling by it is exact.
     # exp(−lse) = 2^−m · exp(−(lse − m·ln 2)): integer powers of two go into dout, the rest stays in the exponent
-    m = (lse_BtH / math.log(2)).round_().clamp_(-40, 40)  # 2^-40 keeps dout far from float32's smallest
+    m = (lse_BtH / math.log(2)).round_().clamp_(-40, 40)  # 2^-40 keeps dout far above float32's smallest number
     power = torch.ldexp(torch.ones_like(m, dtype=torch.float32), -m.int())
     return power, (lse_BtH - m * math.log(2)).float()
 
@@ -134,7 +138,7 @@ def centred(lse_BtH: Tensor) -> tuple[Tensor, Tensor]:
 def fold_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
     """Merge a tile's result [..., V] into ``out`` and ``lse`` [...] (float64) in one pass over ``out``.
 
-    Like ``contract.merge_``, for rows that see a key in both: no log-sum-exp is −inf.
+    Unlike ``contract.merge_`` it requires that each row sees a key in both: no log-sum-exp is −inf.
     """
     # exp(b) / (exp(a) + exp(b)) is sigmoid(b − a)
     weight = torch.sigmoid(tile_lse - lse).to(out.dtype).unsqueeze(-1)

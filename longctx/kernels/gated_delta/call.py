@@ -1,4 +1,4 @@
-"""A call of the gated delta rule: its arguments, and the data that its passes share.
+"""One gated delta rule call: its arguments, and the data shared by its passes.
 
 Axes: B batch, t tokens, K key heads, G value heads of a key head, H = K·G, D key head size, V value head size, C
 channels of the convolution, R tokens before its own that it reads; s states, W columns of a state.
@@ -23,49 +23,49 @@ from longctx.kernels.linear_attention import Segments
 from longctx.kernels.traced_loops import in_a_trace_once
 
 CHUNK = 64
-"""Tokens of a chunk: the work inside chunks grows with it, the number of steps from state to state shrinks."""
+"""Tokens per chunk: a larger chunk means more work within chunks, but fewer sequential state steps."""
 
 BLOCK_CHUNKS = 8
-"""Chunks whose factors are computed together."""
+"""Chunks per block: their factors are computed together."""
 
 
 class SegmentExchange(Protocol):
-    """Exchange between the segments of a document on several devices.
+    """Exchange between one document's segments on several devices.
 
-    Each method starts at once; the function that it returns waits for the other devices.
+    Each method starts immediately; the function it returns waits for the other devices.
     """
 
     def rows(self, tails_sBRKC: Tensor) -> Callable[[], Tensor]:
-        """Return the R tokens before each segment that takes, from the last R of each that gives; 0 for none."""
+        """Map each giving segment's last R tokens to the R tokens before each taking segment; 0 if there are none."""
         ...
 
     def rows_back(self, dbefore_sBRKC: Tensor) -> Callable[[], Tensor]:
-        """Return the gradients of the argument of ``rows``, from those of its result."""
+        """Return the gradients for the argument of ``rows``, given those for its result."""
         ...
 
     def states(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
-        """Return the states [s, B, H, D, V] that enter segments, from the concatenated U and M of those that give."""
+        """Return the incoming states [s, B, H, D, V], given each giving segment's concatenated U and M."""
         ...
 
     def states_back(self, pairs_sBHDW: Tensor) -> Callable[[], Tensor]:
-        """Return the gradients of the states that left segments, from U′ and Mᵀ of those that took one."""
+        """Return the gradients at outgoing states, given each taking segment's U′ and Mᵀ."""
         ...
 
 
 class Saved(Protocol):
-    """Store for results of a layer that is computed a second time."""
+    """Store for the results of a layer that will be recomputed."""
 
     def load(self) -> tuple[Tensor, ...] | None:
-        """Return the tensors that the first run saved; None in the first run."""
+        """Return the tensors saved by the first run; None in the first run."""
         ...
 
     def save(self, *tensors: Tensor) -> None:
-        """Keep these for the second run."""
+        """Save these for the second run."""
         ...
 
 
 class Carried(NamedTuple):
-    """States and rows of channels before the segments that take a state."""
+    """Incoming states and preceding channel rows for the segments that take a state."""
 
     states_sBHDV: Tensor
     before_sBRKC: Tensor
@@ -73,14 +73,14 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Arguments of a call that are not tensors."""
+    """Non-tensor arguments for a call."""
 
     segments: Segments
     beta_scale: float = 1.0
-    """Factor s of β."""
+    """Scale s for β."""
     exchange: SegmentExchange | None = None
     saved: Saved | None = None
-    """If the layer is computed a second time, that run takes this one's results and exchanges nothing."""
+    """Lets a recomputed layer reuse the first run's results without exchanging again."""
     chunk: int = CHUNK
     block_chunks: int = BLOCK_CHUNKS
 
@@ -117,7 +117,7 @@ def check(tokens: Tokens, weights: Weights | StateSpaceWeights, options: Options
 
 @dataclass(eq=False)
 class Call:
-    """Data that forward and backward of one call share."""
+    """Data shared by a call's forward and backward."""
 
     tokens: Tokens
     weights: Weights | StateSpaceWeights
@@ -132,7 +132,7 @@ class Call:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], options: Options) -> Call:
-        """Return the call with the fields of ``Tokens`` and ``Weights``, one after the other."""
+        """Build the call from the concatenated fields of ``Tokens`` and ``Weights``."""
         return cls(Tokens._make(tensors[:5]), weights_of(tensors[5:]), options)
 
     @property
@@ -144,7 +144,7 @@ class Call:
         return [block for span in self.spans for block in span.blocks]
 
     def each(self, blocks: Sequence[Block]) -> Iterator[Block]:
-        """Yield blocks of a span in this order."""
+        """Yield a span's blocks in this order."""
         return in_a_trace_once(blocks, self.tokens.q_BtKD)
 
     @property
@@ -165,24 +165,24 @@ class Call:
         return self.zeros((count, BH, D, columns))
 
     def by_batch(self, states: Tensor) -> Tensor:
-        """Return [s, B·H, …] as [s, B, H, …]."""
+        """Unflatten [s, B·H, …] to [s, B, H, …]."""
         return states.unflatten(1, (self.tokens.q_BtKD.shape[0], -1))
 
     def zero_rows(self, count: int) -> Tensor:
-        """Return zero channels of R tokens [count, B, R, K, C]."""
+        """Return zero channels for R tokens [count, B, R, K, C]."""
         K, C, _ = self.weights.conv_KCR.shape
         return self.zeros((count, self.tokens.q_BtKD.shape[0], self.reach, K, C))
 
     def tail(self, segment: int) -> slice:
-        """Return the tokens of a segment that the convolution of later ones may read."""
+        """Return a segment's last tokens, which the convolution in later segments may read."""
         rows = self.options.segments.rows(segment)
         return slice(max(rows.start, rows.stop - self.reach), rows.stop)
 
     def before(self, block: Block, entering_BRKC: Tensor | None) -> Tensor:
-        """Return the channels of the R tokens before a block, of which ``entering_BRKC`` precede its span."""
+        """Return the channels of the R tokens before a block; ``entering_BRKC`` precede its span."""
         start, n = block.rows.start, block.num_before
         own = self.tokens.channels(slice(start - n, start)).to(self.dtype)
-        # All of them are in the span, as for every block of it but the first.
+        # all R tokens are in the span, as for all its blocks except the first
         if n == self.reach:
             return own
         if entering_BRKC is None:
@@ -190,7 +190,7 @@ class Call:
         return torch.cat((entering_BRKC[:, n:], own), 1)
 
     def tails(self) -> Tensor:
-        """Return the last R tokens of each segment that gives, the newest last, 0 in front of short ones."""
+        """Return each giving segment's last R tokens, newest last; short segments are zero-padded in front."""
         tails = self.zero_rows(len(self.options.segments.gives))
         for tail, segment in zip(tails, self.options.segments.gives, strict=True):
             rows = self.tail(segment)
@@ -198,42 +198,42 @@ class Call:
         return tails
 
     def activated(self, block: Block, entering_BRKC: Tensor | None) -> Tokens:
-        """Return queries, keys, values, g and β of a block, not differentiable."""
+        """Compute a block's queries, keys, values, g and β without autograd."""
         before = self.before(block, entering_BRKC)
         return activate(before, self.tokens.rows(block.rows), self.weights, block, self.options.beta_scale)
 
 
 class Differentiable(NamedTuple):
-    """A block in a graph of its own."""
+    """A block with its own autograd graph."""
 
     span: Span
     block: Block
     inputs: list[Tensor]
-    """Its leaves: the tokens before it, the fields of ``Tokens`` and those of ``Weights``."""
+    """Graph leaves: the preceding tokens, then the fields of ``Tokens`` and ``Weights``."""
     activated: Tokens
 
     @property
     def skip(self) -> Tensor | None:
-        """Leaf of Mamba-2's skip, [K, G]; None for other weights."""
+        """Leaf for Mamba-2's skip, [K, G]."""
         return skip_of(weights_of(self.inputs[6:]))
 
 
 class InputGradients:
-    """Gradients of a call's inputs, added up block by block."""
+    """Gradients for a call's inputs, accumulated block by block."""
 
     def __init__(self, call: Call, before_sBRKC: Tensor) -> None:
-        """Start with gradients of 0; ``before_sBRKC`` precede the segments that take a state."""
+        """Initialize gradients to 0; ``before_sBRKC`` precede the segments that take a state."""
         self.call, self.before = call, before_sBRKC
         self.dtokens = Tokens._make(map(torch.zeros_like, call.tokens))
         self.dweights = [torch.zeros_like(x, dtype=call.dtype) for x in call.weights]
         self.dbefore = torch.zeros_like(before_sBRKC)
 
     def activate(self, span: Span, block: Block) -> Differentiable:
-        """Compute a block's activated tokens again, in a graph."""
+        """Recompute a block's activated tokens under autograd."""
         call, entering = self.call, None
         if span.takes is not None:
             entering = self.before[span.takes]
-        # The R tokens before a block are inputs of their own: the block before, or another device, has their gradient.
+        # The R preceding tokens are separate leaves: their gradient belongs to the previous block or to another device.
         before = call.before(block, entering).requires_grad_()
         tokens, weights = Tokens._make(_leaves(call.tokens.rows(block.rows))), weights_of(_leaves(call.weights))
         with torch.enable_grad():
@@ -241,8 +241,8 @@ class InputGradients:
         return Differentiable(span, block, [before, *(tokens + weights)], activated)
 
     def add(self, part: Differentiable, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Add the gradients of the inputs, from the gradients of a block's ``outputs``."""
-        # Mamba-2 takes nothing off a state: that factor is a constant.
+        """Backpropagate gradients for a block's ``outputs`` and accumulate its input gradients."""
+        # In Mamba-2 this factor is constant and has no gradient.
         varies = [x.requires_grad for x in outputs]
         outputs, gradients = list(compress(outputs, varies)), list(compress(gradients, varies))
         found = torch.autograd.grad(outputs, part.inputs, gradients)
@@ -252,20 +252,20 @@ class InputGradients:
             total[:, block.rows] += x
         for total, x in zip(self.dweights, found[6:], strict=True):
             total += x
-        # The first tokens of a block reach into the one before it, or into another device's.
+        # a block's first tokens read from the previous block, or from another device
         missing, start = self.call.reach - block.num_before, block.rows.start
         self._add_channels(slice(start - block.num_before, start), dbefore[:, missing:])
         if span.takes is not None and missing:
             self.dbefore[span.takes][:, block.num_before :] += dbefore[:, :missing]
 
     def add_tails(self, dtails_sBRKC: Tensor) -> None:
-        """Add the gradients of ``Call.tails``."""
+        """Add the gradients for ``Call.tails``."""
         for dtail, segment in zip(dtails_sBRKC, self.call.options.segments.gives, strict=True):
             rows = self.call.tail(segment)
             self._add_channels(rows, dtail[:, self.call.reach - (rows.stop - rows.start) :])
 
     def _add_channels(self, rows: slice, dchannels_BtKC: Tensor) -> None:
-        """Add to the gradients of the tokens that the convolution read."""
+        """Add to the gradients of the tokens the convolution read."""
         D = self.call.tokens.q_BtKD.shape[-1]
         dq, dk, dv = dchannels_BtKC.split((D, D, dchannels_BtKC.shape[-1] - 2 * D), -1)
         self.dtokens.q_BtKD[:, rows] += dq
@@ -273,17 +273,17 @@ class InputGradients:
         self.dtokens.v_BtKGV[:, rows] += dv.unflatten(-1, self.call.tokens.v_BtKGV.shape[3:])
 
     def results(self) -> list[Tensor]:
-        """Return the gradients of the fields of ``Tokens`` and of ``Weights``."""
+        """Return the gradients for the fields of ``Tokens`` and ``Weights``."""
         gradients = list(self.dtokens)
         gradients += [total.to(x.dtype) for total, x in zip(self.dweights, self.call.weights, strict=True)]
         return gradients
 
 
 def skip_of(weights: Weights | StateSpaceWeights) -> Tensor | None:
-    """Return the skip of Mamba-2, which ``prepare`` needs; None otherwise."""
+    """Return Mamba-2's skip, which ``prepare`` needs."""
     return weights.skip_KG if isinstance(weights, StateSpaceWeights) else None
 
 
 def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors as leaves of a graph of their own."""
+    """Detach the tensors into leaves for a separate graph."""
     return [x.detach().requires_grad_() for x in tensors]

@@ -1,15 +1,4 @@
-"""The gated delta rule inside a chunk, as products of matrices (arXiv 2412.06464 §3.3, 2510.26692 §3).
-
-Let g_i be the log decay of a chunk's tokens, c_i = g_0 + … + g_i, D(a, b)_ij = Σ_d a_id b_jd exp(g_j+1,d + … + g_id)
-for j ≤ i their decayed product, and T = (I + β_i·D(k, k)_ij for j < i)⁻¹. Then the chunk writes the values
-T·(β v) − T·(β k exp(c))·S, where S is the state that enters it. Everything that does not depend on S is computed here
-for many chunks at once; ``rule`` passes S through.
-
-Mamba-2 (arXiv 2405.21060) has no inverse: a chunk writes β v, nothing is subtracted, and queries and keys are not
-normalised. There β multiplies the keys instead of the values, so that the skip is a number on the diagonal.
-
-No exponent is positive, and none is a difference of two sums: behind a token that forgets everything (g = -50) the
-decays of its successors keep their digits.
+"""Gated delta rule within a chunk, as matmuls (arXiv 2412.06464 §3.3, 2510.26692 §3).
 
 Axes: N chunks, B batch, K key heads, G value heads of a key head, C tokens of a chunk, D key head size, V value head
 size, X = D if decays differ by channel, else 1.
@@ -27,37 +16,47 @@ from longctx.kernels.gated_delta.front import Tokens
 from longctx.kernels.gated_delta.spans import Block
 
 L2_EPS = 1e-6
-"""Added to the sum of squares of a query or key, as in the published models."""
+"""Added to a query's or key's sum of squares, as in the published models."""
 
 _LEAF = 8
-"""Tokens of the squares whose pairs are multiplied one by one if decays differ by channel."""
+"""Side length of squares whose pairs are multiplied one by one if decays differ by channel."""
 
 
 class Chunked(NamedTuple):
-    """Factors of the states that enter chunks."""
+    """Factors applied to the states that enter chunks."""
 
     u_NBKGCV: Tensor
-    """Values that the tokens write if the entering state is 0."""
+    """Values the tokens write for an incoming state of 0."""
     w_NBKGCD: Tensor
-    """Reads the entering state to correct them."""
+    """Reads from the incoming state to correct them."""
     q_NBKGCD: Tensor
-    """Queries of the entering state."""
+    """Queries into the incoming state."""
     k_NBKGCD: Tensor
-    """Keys of the leaving state."""
+    """Keys into the outgoing state."""
     p_NBKGCC: Tensor
-    """Weights of the chunk's own written values for its queries."""
+    """Weights from the chunk's queries to its own written values."""
     total_NBKGX1: Tensor
-    """Decay of the state over the chunk."""
+    """State decay over the chunk."""
 
 
+# Let g_i be the log decays of a chunk's tokens, c_i = g_0 + … + g_i, D(a, b)_ij = Σ_d a_id b_jd exp(g_j+1,d + … + g_id)
+# for j ≤ i their decayed scores, and T = (I + β_i·D(k, k)_ij for j < i)⁻¹. Then the chunk writes the values T·(β v) −
+# T·(β k exp(c))·S, where S is the incoming state. Everything independent from S is computed here for many chunks at
+# once; ``rule`` then passes S through sequentially.
+#
+# Mamba-2 (arXiv 2405.21060) has no inverse: a chunk writes β v, nothing is subtracted, and queries and keys are not
+# normalized. There β multiplies the keys instead of the values, so that the skip is a number on the diagonal.
+#
+# Invariant: no exponent is positive, and none is a difference between two sums. So after a token that forgets
+# everything (g = -50) the decays of its successors keep full precision.
 def prepare(tokens: Tokens, block: Block, chunk: int, skip_KG: Tensor | None = None) -> Chunked:
-    """Return the factors of a block's activated tokens (a and b are g and β) in chunks; differentiable.
+    """Compute the chunk factors for a block's activated tokens (a and b are g and β); differentiable.
 
-    With ``skip_KG`` they are the factors of Mamba-2.
+    With ``skip_KG``, compute Mamba-2's factors.
     """
     q, k = (fold(x.unsqueeze(3), block, chunk) for x in (tokens.q_BtKD, tokens.k_BtKD))
     if skip_KG is None:
-        # A key of length 1 makes I − β k kᵀ a contraction for β up to 2.
+        # unit-length keys make I − β k kᵀ a contraction for β up to 2
         q, k = _normalized(q) * q.shape[-1] ** -0.5, _normalized(k)
     v, decay = (fold(x, block, chunk) for x in (tokens.v_BtKGV, tokens.a_BtKGX))
     beta = fold(tokens.b_BtKG.unsqueeze(-1), block, chunk)
@@ -66,7 +65,7 @@ def prepare(tokens: Tokens, block: Block, chunk: int, skip_KG: Tensor | None = N
         lower = (lower & block.masks.same_NCC)[:, None, None, None]
     kk, qk = _decayed_products(k, q, decay, lower)
     entering, leaving, total = decay.cumsum(-2).exp(), _sums_after(decay).exp(), decay.sum(-2, keepdim=True).mT.exp()
-    # Tokens of other segments neither read the state that enters nor write to the one that leaves.
+    # tokens in other segments neither read the incoming state nor write to the outgoing one
     if block.masks is not None:
         entering = entering * block.masks.enter_NC[:, None, None, None, :, None]
         leaving = leaving * block.masks.leave_NC[:, None, None, None, :, None]
@@ -77,13 +76,13 @@ def prepare(tokens: Tokens, block: Block, chunk: int, skip_KG: Tensor | None = N
         keys = beta * k
         return Chunked(v, torch.zeros_like(keys), q * entering, keys * leaving, own, total)
     system = (beta * kk).tril(-1)
-    # Explicitly: forward multiplies it with two factors, and backward needs it transposed.
+    # Explicit inverse: forward multiplies it with two factors, and backward needs it transposed.
     inverse = torch.linalg.solve_triangular(system, identity.expand_as(system), upper=False, unitriangular=True)
     return Chunked(inverse @ (beta * v), inverse @ (beta * entering * k), q * entering, k * leaving, qk, total)
 
 
 def fold(x_BtKGX: Tensor, block: Block, chunk: int) -> Tensor:
-    """Return a block's rows in chunks, [N, B, K, G, C, X]; missing rows are 0."""
+    """Cut a block's rows into chunks, [N, B, K, G, C, X]; missing rows are 0."""
     missing = block.num_chunks * chunk - x_BtKGX.shape[1]
     if missing:
         x_BtKGX = functional.pad(x_BtKGX, (0, 0) * 3 + (0, missing))
@@ -91,7 +90,7 @@ def fold(x_BtKGX: Tensor, block: Block, chunk: int) -> Tensor:
 
 
 def unfold(x_NBKGCX: Tensor, rows: int) -> Tensor:
-    """Return chunks as their first ``rows`` tokens, [B, t, K, G, X]."""
+    """Return the chunks' first ``rows`` tokens, [B, t, K, G, X]."""
     return x_NBKGCX.permute(1, 0, 4, 2, 3, 5).flatten(1, 2)[:, :rows]
 
 
@@ -100,12 +99,12 @@ def _normalized(x: Tensor) -> Tensor:
 
 
 def _sums_after(decay: Tensor) -> Tensor:
-    """Return the sum of the log decays of later tokens (dim -2), 0 for the last."""
+    """Return the summed log decays of later tokens (dim -2), 0 for the last."""
     return functional.pad(decay[..., 1:, :].flip(-2), (0, 0, 1, 0)).cumsum(-2).flip(-2)
 
 
 def _sums_between(decay: Tensor) -> Tensor:
-    """Return g_j+1 + … + g_i as entry [i, j] of dims -3 and -2 for j ≤ i, -inf for others."""
+    """Return g_j+1 + … + g_i as entry [i, j] in dims -3 and -2 for j ≤ i, -inf for others."""
     size = decay.shape[-2]
     upper = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu()
     sums = decay.unsqueeze(-2).masked_fill(upper.unsqueeze(-1), 0.0).cumsum(-3)
@@ -113,28 +112,26 @@ def _sums_between(decay: Tensor) -> Tensor:
 
 
 def _decayed_products(k: Tensor, q: Tensor, decay: Tensor, lower: Tensor) -> tuple[Tensor, Tensor]:
-    """Return D(k, k) and D(q, k) [N, B, K, G, C, C], 0 where ``lower`` is False."""
+    """Return D(k, k) and D(q, k) [N, B, K, G, C, C], masked to 0 if ``lower`` is False."""
     if decay.shape[-1] == 1:
         factors = _sums_between(decay).squeeze(-1).masked_fill(~lower, -torch.inf).exp()
         return k @ k.mT * factors, q @ k.mT * factors
-    # Rows of k and of q are stacked, because both meet the same keys.
+    # stack k and q rows, because both multiply the same keys
     kk, qk = _by_channel(torch.stack((k, q)), k, decay).masked_fill(~lower, 0.0)
     return kk, qk
 
 
 def _by_channel(a: Tensor, b: Tensor, decay: Tensor) -> Tensor:
-    """Return D(a, b) with a decay of each channel, by halves.
-
-    The lower left quarter of a square is one product of matrices: seen from the end of its first half, later rows
-    decay since then and earlier rows until then. The two squares on the diagonal are halved again, down to leaves. The
-    pairs of a leaf are multiplied channel by channel.
-    """
+    """Return D(a, b) with per-channel decays, by recursive halving."""
+    # A square's lower left quarter is one matmul: relative to the end of the first half, later rows decay since then
+    # and earlier rows until then. The two diagonal squares are halved again, down to leaves, whose pairs are multiplied
+    # channel by channel.
     size = leaf = b.shape[-2]
     while leaf > _LEAF and leaf % 2 == 0:
         leaf //= 2
     a_leaves, b_leaves, decay_leaves = (x.unflatten(-2, (-1, leaf)) for x in (a, b, decay))
     factors = _sums_between(decay_leaves).exp()
-    # The only products by channel: C/8 squares of 8 tokens, not one of C.
+    # the only per-channel multiplications: C/8 squares with 8 tokens each, not one with C
     squares = torch.einsum("s...id,...jd,...ijd->s...ij", a_leaves, b_leaves, factors)
     while leaf < size:
         a_halves, b_halves, decay_halves = (x.unflatten(-2, (-1, 2, leaf)) for x in (a, b, decay))

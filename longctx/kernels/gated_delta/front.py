@@ -1,13 +1,13 @@
-"""Operations before the gated delta rule: a short convolution over each channel's tokens, and gates.
+"""Operations before the gated delta rule: a short convolution along each channel's tokens, and gates.
 
     x ← silu(Σ_r w_r x_{t−r})        g = −exp(A)·softplus(a + δ)        β = s·sigmoid(b)
 
-for queries, keys and values x, with learned w, A and δ a head (by channel: δ a channel), and s = 2 if the step may
-have negative eigenvalues (arXiv 2411.12537), else 1. The convolution reads the tokens of its own document alone. In
+for queries, keys and values x, with w, A and δ learned per head (by channel: δ per channel), and s = 2 if the step may
+have negative eigenvalues (arXiv 2411.12537), else 1. The convolution only reads tokens from its own document. In
 Mamba-2 it has a bias, and β = softplus(b + δ) with b = a.
 
-Axes: B batch, t tokens of a block, K key heads, G value heads of a key head, D key head size, V value head size,
-C = 2·D + G·V channels of a key head, R tokens before its own that the convolution reads, X = D or 1.
+Axes: B batch, t tokens of a block, K key heads, G value heads of a key head, D key head size, V value head size, C =
+2·D + G·V channels of a key head, R tokens before its own that the convolution reads, X = D or 1.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from longctx.kernels.gated_delta.spans import Block
 
 
 class Weights(NamedTuple):
-    """Learned weights of a layer, heads first."""
+    """A layer's learned weights, heads first."""
 
     conv_KCR: Tensor
-    """Factors of queries, keys and values, shape [K, C, R + 1], that of the token itself last."""
+    """Convolution weights for queries, keys and values, shape [K, C, R + 1]; the token itself comes last."""
     log_rate_KG: Tensor
     """A."""
     rate_bias_KGX: Tensor
@@ -34,26 +34,26 @@ class Weights(NamedTuple):
 
 
 class StateSpaceWeights(NamedTuple):
-    """Learned weights of a layer of Mamba-2, heads first: those of ``Weights``, and two more."""
+    """A Mamba-2 layer's learned weights, heads first: the fields of ``Weights``, and two more."""
 
     conv_KCR: Tensor
     log_rate_KG: Tensor
     rate_bias_KGX: Tensor
     conv_bias_KC: Tensor
-    """Of the convolution."""
+    """Convolution bias."""
     skip_KG: Tensor
-    """Share of a token's own values in its output."""
+    """Weight of a token's own values in its output."""
 
 
 def weights_of(tensors: Sequence[Tensor]) -> Weights | StateSpaceWeights:
-    """Return the tensors as the kind of weights that has so many fields."""
+    """Build the kind of weights that has this many fields."""
     if len(tensors) == len(StateSpaceWeights._fields):
         return StateSpaceWeights._make(tensors)
     return Weights._make(tensors)
 
 
 class Tokens(NamedTuple):
-    """Outputs of the layer's projections for each token."""
+    """The layer's projections for each token."""
 
     q_BtKD: Tensor
     k_BtKD: Tensor
@@ -62,31 +62,31 @@ class Tokens(NamedTuple):
     b_BtKG: Tensor
 
     def rows(self, rows: slice) -> Self:
-        """Return the tokens of these rows."""
+        """Slice all fields to these rows."""
         return self._make(x[:, rows] for x in self)
 
     def channels(self, rows: slice) -> Tensor:
-        """Return the channels of these tokens that the convolution reads, [B, t, K, C]."""
+        """Return the channels that the convolution reads, [B, t, K, C]."""
         return torch.cat((self.q_BtKD[:, rows], self.k_BtKD[:, rows], self.v_BtKGV[:, rows].flatten(3)), -1)
 
 
 def activate(
     before_BRKC: Tensor, tokens: Tokens, weights: Weights | StateSpaceWeights, block: Block, beta_scale: float
 ) -> Tokens:
-    """Return queries, keys, values, g and β of a block, in the dtype of ``before_BRKC``; differentiable.
+    """Compute a block's queries, keys, values, g and β, in ``before_BRKC``'s dtype; differentiable.
 
-    ``before_BRKC`` are the channels of the tokens before the block, 0 if the document has none there.
+    ``before_BRKC`` holds channels for the tokens before the block, 0 past the document's start.
     """
     dtype = before_BRKC.dtype
     reach, D = before_BRKC.shape[1], tokens.q_BtKD.shape[-1]
     t = tokens.q_BtKD.shape[1]
     x = torch.cat((before_BRKC, tokens.channels(slice(None)).to(dtype)), 1)
     conv_KCR = weights.conv_KCR.to(dtype)
-    # A sum of shifted copies: channels stay contiguous, as the products need them.
+    # a sum over shifted copies keeps channels contiguous, as the matmuls require
     y = x[:, reach:] * conv_KCR[..., reach]
     for distance in range(1, reach + 1):
         part = x[:, reach - distance : reach - distance + t] * conv_KCR[..., reach - distance]
-        # The token at this distance may be another document's.
+        # the token at this distance may belong to another document
         if block.masks is not None:
             part = part * block.masks.reach_tR[:, distance - 1, None, None]
         y = y + part
@@ -94,7 +94,7 @@ def activate(
     if is_state_space:
         y = y + weights.conv_bias_KC.to(dtype)
     q, k, v = functional.silu(y).split((D, D, y.shape[-1] - 2 * D), -1)
-    # Rates are learned as logarithms, so none becomes negative.
+    # rates are learned as logarithms, so none becomes negative
     rates = weights.log_rate_KG.to(dtype).exp().unsqueeze(-1)
     decay = -rates * functional.softplus(tokens.a_BtKGX.to(dtype) + weights.rate_bias_KGX.to(dtype))
     if is_state_space:

@@ -1,14 +1,4 @@
-"""The gated delta rule by a library's kernels (flash-linear-attention, on GPUs), across devices as well.
-
-A library takes sequences with the states that enter them. The results of a sequence are affine in that state S:
-
-    out = O + R·S        the state behind it = U + M·S
-
-and the parts R·S and M·S do not depend on the values. So D columns of zeros are appended to the values, and the
-identity to a state of 0: the first V columns of the results are O and U, the others R and M. One call gives all four
-before anything arrives from other devices, and an arriving state costs one product. Backward is autograd's, except for
-the exchange: the gradient of S that other devices need is Rᵀ·dout, again before anything arrives. Only segments that a
-state enters need the further columns.
+"""Gated delta rule with a library's kernels (flash-linear-attention, on GPUs), also across devices.
 
 Axes: B batch, t tokens, K key heads, G value heads of a key head, H = K·G, D key head size, V value head size, W = V or
 V + D columns, X = D if decays differ by channel, else 1; s states, n segments of a call, T tokens of all its rows laid
@@ -40,11 +30,11 @@ log = logging.getLogger(__name__)
 
 LEAST_VERSION = (0, 5)
 FRONT_CHUNKS = 128
-"""Chunks whose convolution and gates are computed together."""
+"""Chunks per block for convolution and gates."""
 
 _LARGEST_KEY = 256
 _FUNCTIONS = {False: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), True: ("fla.ops.kda", "chunk_kda")}
-"""By whether decays differ by channel."""
+"""Keyed by whether decays differ by channel."""
 
 
 class Rule(Protocol):
@@ -63,7 +53,7 @@ class Rule(Protocol):
         use_qk_l2norm_in_kernel: bool,
         cu_seqlens: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return outputs [1, T, H, W], and the states [n, H, D, W] behind the sequences, float32; None unless wanted.
+        """Return outputs [1, T, H, W], and the float32 states [n, H, D, W] after the sequences; None unless requested.
 
         Queries and keys are [1, T, K, D], values [1, T, H, W], log decays [1, T, H] or [1, T, H, D], β [1, T, H].
         """
@@ -71,9 +61,9 @@ class Rule(Protocol):
 
 
 def library_for(tokens: Tokens, options: Options) -> Rule | None:
-    """Return the installed library's function if it serves these tokens, else None: our own passes serve them."""
+    """Return the installed library's function if it supports these tokens; otherwise our own passes run."""
     q, a = tokens.q_BtKD, tokens.a_BtKGX
-    # Shorter chunks are for tokens that are generated, and traces have no data.
+    # shorter chunks are for generation, and traces have no data
     if on_cpu(q) or isinstance(q, FakeTensor) or options.chunk != CHUNK:
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > _LARGEST_KEY:
@@ -83,7 +73,7 @@ def library_for(tokens: Tokens, options: Options) -> Rule | None:
 
 @cache
 def installed(*, by_channel: bool) -> Rule | None:
-    """Return the library's function; None if it is not installed."""
+    """Return the library's function if it is installed."""
     module, name = _FUNCTIONS[by_channel]
     try:
         installed_version = version("fla-core")
@@ -91,7 +81,7 @@ def installed(*, by_channel: bool) -> Rule | None:
     except ImportError:
         log.info("Gated delta rule: PyTorch's operators. Triton kernels (fla-core) are faster: pip install fla-core")
         return None
-    # Older ones have no key heads of several value heads.
+    # older versions lack key heads shared by several value heads
     if tuple(map(int, installed_version.split(".")[:2])) < LEAST_VERSION:
         log.info("Gated delta rule: PyTorch's operators; fla-core %s is older than 0.5", installed_version)
         return None
@@ -99,21 +89,30 @@ def installed(*, by_channel: bool) -> Rule | None:
     return found
 
 
+# The library takes sequences with their incoming states. A sequence's results are affine in that state S:
+#
+#     out = O + R·S        outgoing state = U + M·S
+#
+# and R·S and M·S do not depend on the values. So D zero columns are appended to the values, and the identity to a zero
+# state: the first V result columns are O and U, the others R and M. One call computes all four before any data arrives
+# from other devices, and an incoming state then costs one matmul. Autograd provides backward, except for the exchange:
+# other devices need the gradient Rᵀ·dout at S, again before any data arrives. Only segments with an incoming state need
+# the extra columns.
 def gated_delta_by(
     library: Rule, tokens: Tokens, weights: Weights, options: Options, carried: Carried | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of ``rule.gated_delta``, computed by a library's kernels."""
+    """Compute ``rule.gated_delta`` with a library's kernels."""
     segments, exchange, saved = options.segments, options.exchange, options.saved
     taken, before = carried or (None, None)
     if exchange is not None and saved is not None:
-        # A second run of the layer takes the tensors that arrived in the first one.
+        # a recomputed layer reuses the tensors received in its first run
         taken, before = saved.load() or (None, None)
     *activated, before = _Front.apply(options, before, *(tokens + weights))
     sequences = _Sequences(library, Tokens._make(activated), segments)
     if exchange is None:
         out, behind = sequences(sequences.every, taken)
         return out, sequences.given(behind)
-    # Results are final for segments that no state enters; those of the others are for an entering state of 0.
+    # final for segments without incoming state; the others assume an incoming state of 0
     alone = [n for n in sequences.every if n not in segments.takes]
     out, behind = sequences(alone)
     wide, behind_wide = sequences(segments.takes, with_maps=True)
@@ -129,10 +128,10 @@ def gated_delta_by(
 
 
 class _Front(torch.autograd.Function):
-    """Convolution and gates of all tokens, some at a time; backward computes them again.
+    """Convolution and gates for all tokens, blockwise; backward recomputes them.
 
     Returns the fields of ``Tokens``, with g and β in float32 and the others in their own dtype, and the channels before
-    the segments that take a state.
+    segments that take a state.
     """
 
     @staticmethod
@@ -177,20 +176,20 @@ class _Front(torch.autograd.Function):
 
 
 def _call_of(tensors: Sequence[Tensor], options: Options) -> Call:
-    """Return the call of fields of ``Tokens`` and ``Weights``, in larger blocks."""
+    """Build the call from fields of ``Tokens`` and ``Weights``, with larger blocks."""
     return Call.of(tensors, replace(options, block_chunks=FRONT_CHUNKS))
 
 
 def _dtypes(call: Call) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of activated tokens: channels as they came, gates as they are computed."""
+    """Return the dtypes for activated tokens: channels keep theirs, gates use the compute dtype."""
     own = call.tokens.v_BtKGV.dtype
     return own, own, own, call.dtype, call.dtype
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # training may find boundaries that generation cached
+@torch.inference_mode(False)  # training may reuse boundaries that generation cached
 def _boundaries(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return boundaries of sequences; equal ones give the same tensor, because libraries cache results for it."""
+    """Return sequence boundaries; equal ones share a tensor, because libraries cache results by identity."""
     return torch.tensor(ends, device=device)
 
 
@@ -198,23 +197,23 @@ class _Sequences:
     """Segments as sequences laid end to end."""
 
     def __init__(self, library: Rule, tokens: Tokens, segments: Segments) -> None:
-        """Lay out ``tokens``, which are activated, as a library takes them."""
+        """Lay out the activated ``tokens`` as a library takes them."""
         self.library, self.segments, self._gives = library, segments, set(segments.gives)
         bounds = segments.documents.bounds
-        # Libraries count sequences by their first chunks, which an empty one does not have.
+        # libraries index sequences by their first chunks, and an empty sequence has no chunk
         self.every = [n for n, (start, stop) in enumerate(pairwise(bounds)) if start < stop]
         q, k, v, g, beta = tokens
         if g.shape[-1] == 1:
             g = g.squeeze(-1)
-        # One value head after another; those of a key head are neighbours.
+        # value heads one after another, with each key head's adjacent
         self.tokens = (q, k, v.flatten(2, 3), g.flatten(2, 3), beta.flatten(2, 3))
 
     def __call__(
         self, numbers: Sequence[int], taken_sBHDV: Tensor | None = None, *, with_maps: bool = False
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the outputs [B, t, H, W] of segments, and the states [B, H, D, W] behind those that give.
+        """Return the segments' outputs [B, t, H, W], and the outgoing states [B, H, D, W] for segments that give one.
 
-        ``taken_sBHDV`` enter the segments of ``segments.takes``. With ``with_maps``, R and M follow O and U.
+        ``taken_sBHDV`` are the incoming states for ``segments.takes``. With ``with_maps``, R and M follow O and U.
         """
         q, k, v, g, beta = (self._pick(x, numbers) for x in self.tokens)
         (B, t, H, V), D = v.shape, q.shape[-1]
@@ -231,7 +230,7 @@ class _Sequences:
             return v, {}
         sizes = [self._size(number) for number in numbers]
         ends = tuple(accumulate(sizes * B, initial=0))
-        # Libraries take sequences of several lengths as one row; those of a batch follow each other.
+        # Libraries take variable-length sequences as one row, so batch rows are concatenated.
         row = [x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta)]
         out, behind = self.library(
             *row,
@@ -247,14 +246,14 @@ class _Sequences:
         return out.reshape(B, t, H, -1), states_of
 
     def given(self, states: Mapping[int, Tensor], columns: int | None = None) -> Tensor:
-        """Return the states [s, B, H, D, W] that leave segments, by their numbers; W is ``columns``, by default V."""
+        """Stack the outgoing states [s, B, H, D, W] by segment; W is ``columns``, by default V."""
         if self.segments.gives:
             return torch.stack([states[number] for number in self.segments.gives])
         q, _, v, g, _ = self.tokens
         return g.new_zeros(0, v.shape[0], v.shape[2], q.shape[-1], columns or v.shape[-1])
 
     def split(self, x_BtHW: Tensor, numbers: Sequence[int]) -> dict[int, Tensor]:
-        """Split ``x``, the tokens of these segments, by segment."""
+        """Split ``x``, the tokens in these segments, by segment."""
         return dict(zip(numbers, x_BtHW.split([self._size(number) for number in numbers], 1), strict=True))
 
     def _size(self, number: int) -> int:
@@ -262,17 +261,14 @@ class _Sequences:
         return rows.stop - rows.start
 
     def _pick(self, x_Bt: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Return the tokens of these segments."""
+        """Concatenate the tokens in these segments."""
         if len(numbers) == len(self.every):
             return x_Bt
         return torch.cat([x_Bt[:, self.segments.rows(number)] for number in numbers] or [x_Bt[:, :0]], 1)
 
 
 class _Join(torch.autograd.Function):
-    """Autograd function that exchanges states and their gradients.
-
-    It adds the contribution R·S of an entering state to the outputs of its segment.
-    """
+    """Autograd function that exchanges states and their gradients, and adds an incoming state's R·S to its outputs."""
 
     @staticmethod
     def forward(
@@ -303,8 +299,8 @@ class _Join(torch.autograd.Function):
         options: Options = ctx.options
         assert options.exchange is not None
         takes, gives = options.segments.takes, options.segments.gives
-        # As for the states: the gradient that leaves a segment is affine in the gradient that enters it, so the one for
-        # an entering 0 is sent at once, with the transposed maps of the segments that states pass through.
+        # As for the states: the gradient at a segment's incoming state is affine in that at its outgoing state. So send
+        # the result for gradient 0 at once, with transposed maps for segments that states pass through.
         dreads, at = torch.empty_like(reads_BtHD), 0
         dtaken, back_maps = torch.zeros_like(taken_sBHDV), maps_sBHDD.new_zeros(len(takes), *maps_sBHDD.shape[1:])
         for n, (state, segment) in enumerate(zip(taken_sBHDV, takes, strict=True)):

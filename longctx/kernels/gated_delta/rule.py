@@ -1,21 +1,12 @@
-"""The gated delta rule on one device (arXiv 2412.06464; by channel, Kimi Delta Attention, arXiv 2510.26692).
+"""Gated delta rule on one device (arXiv 2412.06464; per channel, Kimi Delta Attention, arXiv 2510.26692).
 
 A token decays its document's state S [D, V], replaces the value that its key reads from it, and reads the result:
 
-    S ← exp(g)·S        S ← S + β k (v − kᵀS)        out = qᵀS / √D        with q and k of length 1
+    S ← exp(g)·S        S ← S + β k (v − kᵀS)        out = qᵀS / √D        with unit-length q and k
 
-g ≤ 0 is one number a head or one a channel of the keys.
+g ≤ 0 is one number per head, or one per key channel.
 
 Mamba-2's step (arXiv 2405.21060) subtracts nothing: S ← exp(g)·S + β k vᵀ, out = qᵀS + skip·v, with any q and k.
-
-The step is affine in S. So a segment of a document is one pair (M, U) per head: if the state S enters it, M·S + U
-leaves it. Devices exchange the pairs of their segments, compose those of a document in its order, and continue with the
-state that enters each of their own. Backward is the mirror image: with dS of the leaving state, the gradient of the
-entering state is Mᵀ·dS + U′ for another U′. A document's first segment needs no M, its last gives no state; both are
-computed before anything arrives.
-
-Both passes go through blocks of chunks. Forward keeps the state at the start of each block. Backward computes a block's
-factors again and differentiates them, so the memory besides the inputs is that of one block and of those states.
 
 Axes: B batch, t tokens, K key heads, G value heads of a key head, H = K·G, D key head size, V value head size, C
 channels of the convolution, R tokens before its own that it reads, X = D if decays differ by channel, else 1; s states,
@@ -41,11 +32,11 @@ from longctx.kernels.gated_delta.spans import Block, Span
 def gated_delta(
     tokens: Tokens, weights: Weights | StateSpaceWeights, options: Options, carried: Carried | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, t, H, V] in the dtype of the values, and the states [s, B, H, D, V] that leave segments.
+    """Return the output [B, t, H, V] in the values' dtype, and the outgoing states [s, B, H, D, V].
 
-    States leave those of ``segments.gives``. The states that enter those of ``segments.takes`` are ``carried``, or come
-    from the exchange; other documents begin at 0. Decays, states and products are float32 (float64 for float64 inputs).
-    Everything is differentiable, except states if there is an exchange. Raise ConfigError if sizes do not fit.
+    Segments in ``segments.gives`` return a state. Incoming states for ``segments.takes`` are ``carried``, or come from
+    the exchange; other documents start at 0. Decays, states and matmuls are float32 (float64 for float64 inputs).
+    Everything is differentiable, except states with an exchange. Raise ConfigError if sizes do not fit.
     """
     check(tokens, weights, options, carried)
     library = library_for(tokens, options)
@@ -55,11 +46,16 @@ def gated_delta(
     return _GatedDelta.apply(options, states, before, *(tokens + weights))
 
 
+# The step is affine in S, so a document segment is one pair (M, U) per head: incoming state S becomes outgoing state
+# M·S + U. Devices exchange their segments' pairs, compose each document's pairs in order, and continue from the
+# incoming state for each local segment. Backward mirrors this: given dS at the outgoing state, the gradient at the
+# incoming state is Mᵀ·dS + U′ for another U′. A document's first segment needs no M, and its last has no outgoing
+# state, so both are computed before any data arrives.
+#
+# Both passes iterate over blocks of chunks. Forward keeps the state at each block's start; backward recomputes one
+# block's factors at a time and differentiates them. So apart from the inputs, memory holds one block and those states.
 class _GatedDelta(torch.autograd.Function):
-    """Autograd function of the rule.
-
-    It keeps its inputs, the rows before segments, the state at the start of each block, and the maps M.
-    """
+    """Autograd function for the rule; saves inputs, rows before segments, each block's start state, and the maps M."""
 
     @staticmethod
     def forward(
@@ -74,7 +70,7 @@ class _GatedDelta(torch.autograd.Function):
         if results is None:
             results = _run_forward(Call.of(tensors, options), states, before)
             if options.saved is not None:
-                # In the shape in which a layer passes it on: whoever stores both stores them once.
+                # In the shape a layer passes on, so that both savers share one tensor.
                 options.saved.save(results[0].view(B, t, K, G * V), *results[1:])
         out, given, before, starts, maps = results
         out = out.view(B, t, K * G, V)
@@ -85,7 +81,7 @@ class _GatedDelta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dgiven: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Read once: a layer that is computed again hands out the saved tensors as it makes them.
+        # Read once: a recomputed layer materializes saved tensors on access.
         saved = ctx.saved_tensors
         before, starts, maps = saved[:3]
         call = Call.of(saved[3:], ctx.options)
@@ -99,20 +95,20 @@ class _GatedDelta(torch.autograd.Function):
 
 
 def _run_forward(call: Call, states: Tensor | None, before: Tensor | None) -> tuple[Tensor, ...]:
-    """Return output, given states, and the tensors that backward needs besides the inputs."""
+    """Return output, outgoing states, and the tensors that backward needs in addition to the inputs."""
     run = _Forward(call, states, before)
     run()
     return run.out.flatten(2, 3), call.by_batch(run.given), run.before, run.starts, run.maps
 
 
 class _Forward:
-    """Forward pass: the spans that need no state from other devices, the exchange, then the spans that do."""
+    """Forward pass: spans that need no remote state, the exchange, then the remaining spans."""
 
     def __init__(self, call: Call, states: Tensor | None, before: Tensor | None) -> None:
         self.call, self.carried = call, states
         _, D, V = call.sizes
         segments = call.options.segments
-        # Values are a part of wider rows; the output is not.
+        # values are views into wider rows; the output is not
         self.out = call.tokens.v_BtKGV.new_empty(call.tokens.v_BtKGV.shape)
         self.given = call.zero_maps(len(segments.gives), V)
         self.maps = call.zero_maps(len(segments.gives), D)
@@ -127,7 +123,7 @@ class _Forward:
         arriving = None
         if exchange is not None:
             arriving = exchange.rows(call.tails())
-        # Complete documents and first segments meanwhile: the states that they give are final.
+        # meanwhile complete documents and first segments: their outgoing states are final
         waiting = [span for span in call.spans if span.takes is not None]
         for span in call.spans:
             if span.takes is None:
@@ -136,7 +132,7 @@ class _Forward:
         if exchange is not None:
             assert arriving is not None
             self.before = arriving()
-            # The others' states are not known yet, so only their map can be sent.
+            # The remaining states are unknown yet, so only their map can be sent.
             for span in waiting:
                 self._summarize(span)
             taken = exchange.states(call.by_batch(torch.cat((self.given, self.maps), -1)))()
@@ -149,7 +145,7 @@ class _Forward:
         return _factors(self.call, block, None if span.takes is None else self.before[span.takes])
 
     def _finish(self, span: Span, state: Tensor) -> None:
-        """Compute a span's output from the state that enters it, and the state that leaves it."""
+        """Compute a span's output and outgoing state from its incoming state."""
         for block in self.call.each(span.blocks):
             self.start_of[block].copy_(state)
             factors = self._factors(span, block)
@@ -160,12 +156,12 @@ class _Forward:
             self.given[span.gives] = state
 
     def _summarize(self, span: Span) -> None:
-        """Set U and M of a span from which a state leaves."""
+        """Set U and M for a span with an outgoing state."""
         if span.gives is None:
             return
         _, D, V = self.call.sizes
         state = self.call.zero_maps(1, V + D)[0]
-        # The identity is appended to a state of 0: its columns become M, those of the state U.
+        # Append the identity to a zero state: its columns become M, the state's columns U.
         state[..., V:] = torch.eye(D, dtype=state.dtype, device=state.device)
         for block in self.call.each(span.blocks):
             state = _advance(self._factors(span, block), state)[2]
@@ -173,7 +169,7 @@ class _Forward:
 
 
 class _Backward:
-    """Backward pass in the opposite order: the spans that give no state, the exchange, then the spans that do."""
+    """Backward pass in reverse order: spans without outgoing state, the exchange, then the remaining spans."""
 
     def __init__(
         self, call: Call, before_sBRKC: Tensor, starts: dict[Block, Tensor], maps: Tensor, dout_BtHV: Tensor
@@ -188,7 +184,7 @@ class _Backward:
 
     def __call__(self, dgiven: Tensor) -> None:
         call, exchange = self.call, self.call.options.exchange
-        # Complete documents and last segments meanwhile: no gradient arrives for the state behind them.
+        # meanwhile complete documents and last segments: no gradient arrives for the state after them
         waiting = [span for span in call.spans if span.gives is not None]
         for span in call.spans:
             if span.gives is None:
@@ -204,8 +200,8 @@ class _Backward:
             self.inputs.add_tails(exchange.rows_back(self.inputs.dbefore)())
 
     def _finish(self, span: Span, dstate: Tensor) -> None:
-        """Compute a span's gradients from that of the state that leaves it, and that of the state that enters it."""
-        # From the last block to the first: each takes the gradient of the state that leaves it.
+        """Compute a span's input gradients and incoming-state gradient from the gradient at its outgoing state."""
+        # last block first: each takes the gradient at its outgoing state
         for block in self.call.each(span.blocks[::-1]):
             part = self.inputs.activate(span, block)
             with torch.enable_grad():
@@ -216,7 +212,7 @@ class _Backward:
             self.dtaken[span.takes] = dstate
 
     def _summarize(self, span: Span) -> None:
-        """Set U′ and Mᵀ of a span that a state both enters and leaves."""
+        """Set U′ and Mᵀ for a span with both an incoming and an outgoing state."""
         if span.takes is None or span.gives is None:
             return
         dstate = self.call.zero_state()
@@ -226,20 +222,20 @@ class _Backward:
         self.dtaken[span.takes], self.back_maps[span.takes] = dstate, self.maps[span.gives].mT
 
     def _dout(self, block: Block) -> Tensor:
-        """Return the output's gradient in the chunks of a block, in the dtype of accumulation."""
+        """Return a block's output gradient in chunks, in the accumulation dtype."""
         return fold(self.dout[:, block.rows].to(self.call.dtype), block, self.call.options.chunk)
 
 
 def _factors(call: Call, block: Block, entering_BRKC: Tensor | None) -> Chunked:
-    """Return the factors of a block, not differentiable."""
+    """Compute a block's factors without autograd."""
     return prepare(call.activated(block, entering_BRKC), block, call.options.chunk, skip_of(call.weights))
 
 
 def _advance(factors: Chunked, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pass a state [B·H, D, W] through the chunks of a block.
+    """Pass a state [B·H, D, W] through a block's chunks.
 
-    Return the states that enter them [N, B, K, G, D, W], the values that they write [N, B, K, G, C, W], and the state
-    behind the last. Columns beyond those of the values receive only the effect of the state itself.
+    Return the chunks' incoming states [N, B, K, G, D, W], the values they write [N, B, K, G, C, W], and the state after
+    the last chunk. Columns beyond V receive only the state's own effect.
     """
     u, w, k, total = _by_head((factors.u_NBKGCV, factors.w_NBKGCD, factors.k_NBKGCD, factors.total_NBKGX1))
     u = functional.pad(u, (0, state.shape[-1] - u.shape[-1]))
@@ -247,7 +243,7 @@ def _advance(factors: Chunked, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     written = torch.empty_like(u)
     for n in range(len(u)):
         states[n] = state
-        # The values that the keys read from the old state are subtracted before values are written.
+        # subtract what the keys read from the old state before writing new values
         torch.baddbmm(u[n], w[n], state, alpha=-1, out=written[n])
         state = torch.baddbmm(state * total[n], k[n].mT, written[n])
     heads = factors.w_NBKGCD.shape[1:4]
@@ -255,11 +251,11 @@ def _advance(factors: Chunked, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _retreat(factors: Chunked, start: Tensor, dout_NBKGCV: Tensor, dstate: Tensor) -> tuple[Chunked, Tensor]:
-    """Return the gradients of a block's factors, and of the state before it, from that of the state after it."""
+    """Return gradients for a block's factors and the state before it, given the gradient at the state after it."""
     factors = Chunked._make(x.detach() for x in factors)
     states, written, _ = _advance(factors, start)
     dwritten, after, dstate = _pull_back(factors, dout_NBKGCV, dstate)
-    # The decay of a head applies to all channels of its keys.
+    # a per-head decay applies to all key channels
     dims = [-1] if factors.total_NBKGX1.shape[-2] > 1 else [-2, -1]
     gradients = Chunked(
         dwritten,
@@ -273,17 +269,17 @@ def _retreat(factors: Chunked, start: Tensor, dout_NBKGCV: Tensor, dstate: Tenso
 
 
 def _pull_back(factors: Chunked, dout_NBKGCV: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pass the gradient of a state [B·H, D, V] back through the chunks of a block.
+    """Pass a state gradient [B·H, D, V] back through a block's chunks.
 
-    Return the gradients of the values that they write [N, B, K, G, C, V], of the states that leave them
-    [N, B, K, G, D, V], and of the state before the first.
+    Return the gradients for the values they write [N, B, K, G, C, V], for their outgoing states [N, B, K, G, D, V], and
+    for the state before the first chunk.
     """
     w, k, total = _by_head((factors.w_NBKGCD, factors.k_NBKGCD, factors.total_NBKGX1))
     reads, dwritten = _by_head((factors.q_NBKGCD.mT @ dout_NBKGCV, factors.p_NBKGCC.mT @ dout_NBKGCV))
     after = torch.empty_like(reads)
     for n in reversed(range(len(w))):
         after[n] = dstate
-        # Written values reach the output of their own chunk, and through the state those of later ones.
+        # written values reach their own chunk's output, and later chunks' through the state
         dwritten[n].baddbmm_(k[n], dstate)
         dstate = torch.baddbmm(reads[n].addcmul_(dstate, total[n]), w[n].mT, dwritten[n], alpha=-1)
     heads = factors.w_NBKGCD.shape[1:4]
@@ -291,5 +287,5 @@ def _pull_back(factors: Chunked, dout_NBKGCV: Tensor, dstate: Tensor) -> tuple[T
 
 
 def _by_head(factors: Sequence[Tensor]) -> list[Tensor]:
-    """Return factors [N, B, K, G, …] as [N, B·H, …]."""
+    """Flatten factors [N, B, K, G, …] to [N, B·H, …]."""
     return [x.flatten(1, 3) for x in factors]

@@ -1,10 +1,4 @@
-"""Cut a device's tokens into chunks for the gated delta rule.
-
-A chunk is some neighbouring tokens. Documents that are complete on this device are packed into chunks densely, and
-masks keep them apart inside a chunk. If the document of a segment continues on another device, the segment begins and
-ends with chunks of its own: a state enters it at its first chunk and leaves it after its last. Missing tokens at a
-span's end are zeros, which change no state.
-"""
+"""Cut a device's tokens into chunks for the gated delta rule."""
 
 from __future__ import annotations
 
@@ -20,70 +14,74 @@ from longctx.kernels.linear_attention import Segments
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """Masks of a block that has several segments."""
+    """Masks for a block with several segments."""
 
     same_NCC: Tensor
-    """True for two tokens of a chunk that belong to one segment."""
+    """True for token pairs in a chunk that share a segment."""
     enter_NC: Tensor
-    """True for tokens that continue the last segment of the chunk before."""
+    """True for tokens that continue the previous chunk's last segment."""
     leave_NC: Tensor
-    """True for tokens of the segment that ends the chunk."""
+    """True for tokens in the segment that ends the chunk."""
     pass_N: Tensor
-    """True for chunks whose entering state also leaves them."""
+    """True for chunks that the incoming state passes through."""
     reach_tR: Tensor
-    """True for tokens whose segment has a token so far before them, column r at distance r + 1."""
+    """True if the token's segment has a token that far before it; column r is distance r + 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Neighbouring chunks that are computed together."""
+    """Contiguous chunks that are computed together."""
 
     rows: slice
-    """Its tokens on the device; the last chunk may be padded."""
+    """Token range on this device; the last chunk may be padded."""
     num_chunks: int
     num_before: int
-    """Tokens before them on the device that belong to the span and that the convolution may read."""
+    """Preceding tokens on the device that belong to the span and that the convolution may read."""
     masks: Masks | None
-    """None if all tokens belong to one segment."""
+    """Unset if all tokens belong to one segment."""
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Neighbouring tokens of a device with one state: an open segment, or a run of complete documents."""
+    """A device's contiguous tokens with one state: an open segment, or a run of complete documents."""
 
     takes: int | None
-    """Index into ``Segments.takes``; None if no state enters."""
+    """Index into ``Segments.takes``; unset without an incoming state."""
     gives: int | None
-    """Index into ``Segments.gives``; None if no state is asked for."""
+    """Index into ``Segments.gives``; unset if no outgoing state is requested."""
     blocks: tuple[Block, ...]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Sizes by which tokens are cut."""
+    """Parameters for cutting tokens."""
 
     chunk: int
-    """Tokens of a chunk."""
+    """Tokens per chunk."""
     block_chunks: int
-    """Chunks of a block, at most."""
+    """Maximum chunks per block."""
     reach: int
-    """Tokens before its own that the convolution reads."""
+    """Preceding tokens that the convolution reads."""
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # training may find spans that generation cached
+@torch.inference_mode(False)  # training may reuse spans that generation cached
 def cut_spans(segments: Segments, cut: Cut, device: torch.device) -> tuple[Span, ...]:
-    """Return the spans of these segments in their order."""
+    """Cut these segments into spans, in order."""
+    # Documents that are complete on this device are packed densely into chunks, and masks separate them within a chunk.
+    # A segment whose document continues on another device is open: it starts and ends on chunk boundaries, so that a
+    # state enters at its first chunk and leaves after its last. Tokens missing at a span's end are zeros, which change
+    # no state.
     bounds = segments.documents.bounds
     takes = {segment: index for index, segment in enumerate(segments.takes)}
     gives = {segment: index for index, segment in enumerate(segments.gives)}
     spans: list[Span] = []
-    # Complete documents since the last open segment, and the token at which they begin.
+    # complete documents since the last open segment, and their first token
     ends: list[int] = []
     start = 0
     for number, stop in enumerate(bounds[1:]):
         is_open = number in takes or number in gives
-        # An open segment has chunks of its own, so complete documents before it end theirs.
+        # an open segment has its own chunks, so preceding complete documents end theirs
         if is_open and ends:
             spans.append(Span(None, None, _blocks(start, ends, cut, device)))
             start, ends = ends[-1], []
@@ -99,7 +97,7 @@ def cut_spans(segments: Segments, cut: Cut, device: torch.device) -> tuple[Span,
 
 
 def _blocks(first: int, ends: Sequence[int], cut: Cut, device: torch.device) -> tuple[Block, ...]:
-    """Return the blocks of neighbouring segments, the first of which begins at token ``first``."""
+    """Cut contiguous segments, starting at token ``first``, into blocks."""
     blocks = []
     for start in range(first, ends[-1], cut.chunk * cut.block_chunks):
         stop = min(ends[-1], start + cut.chunk * cut.block_chunks)
@@ -112,18 +110,18 @@ def _blocks(first: int, ends: Sequence[int], cut: Cut, device: torch.device) -> 
 
 
 def _masks(first: int, ends: Sequence[int], rows: range, cut: Cut, device: torch.device) -> Masks:
-    # The first boundary is the beginning of the first segment.
+    # the first boundary is the first segment's start
     bounds = torch.tensor((first, *ends))
     num_chunks = -(-len(rows) // cut.chunk)
-    # Padding belongs to the last token's segment.
+    # padding belongs to the last token's segment
     tokens = (rows.start + torch.arange(num_chunks * cut.chunk)).clamp(max=rows.stop - 1)
     segment = torch.bucketize(tokens, bounds[1:], right=True)
     segment_NC = segment.view(num_chunks, cut.chunk)
     before = torch.bucketize(tokens.view(num_chunks, cut.chunk)[:, :1] - 1, bounds[1:], right=True)
-    # The first chunk of a run of documents continues none.
+    # a run's first chunk continues no segment
     if rows.start == first:
         before[0] = -1
-    # A state that enters a chunk concerns tokens up to the first boundary in it, one that leaves those after the last.
+    # an incoming state affects tokens up to the first boundary in the chunk, an outgoing one those after the last
     enter_NC = segment_NC == before
     age = (tokens - bounds[segment])[: len(rows)]
     return Masks(

@@ -1,4 +1,4 @@
-"""KVCache: keys, values and states that one process stores of a sequence to continue it."""
+"""KVCache: keys, values and layer states that one process stores to continue a sequence."""
 
 from __future__ import annotations
 
@@ -22,81 +22,82 @@ _FEW_TOKENS = 32
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenChunk:
-    """New tokens that one forward pass adds to a cached sequence: a part of a prompt, or the token generated last."""
+    """New tokens that one forward pass adds to a cached sequence: part of a prompt, or the last generated token."""
 
     start: int
-    """Index of the chunk's first token in the sequence: as many tokens are cached before it."""
+    """Index of the chunk's first token, equal to the number of cached tokens before it."""
     num_tokens: int
-    """Tokens of the chunk, on however many processes."""
+    """Tokens in the chunk, over all processes."""
     sequence_tokens: int
-    """Tokens of the sequence once all that is known of it is read: it may go on behind the chunk."""
+    """Sequence length once every known token is read; the sequence may continue after the chunk."""
     given: tuple[range, ...]
-    """Indices in the sequence of the tokens that this process is given, in their order."""
+    """Sequence indices of this process's tokens, in their order."""
     is_replicated: bool = True
-    """Whether every process is given all tokens of the chunk."""
+    """True if every process receives all tokens of the chunk."""
     expected_tokens: int = 0
-    """Tokens that are expected behind those that are known."""
+    """Tokens expected after the known ones."""
     placement: Any = None
-    """Where the chunk's tokens and all cached keys are, for the core that made the cache."""
+    """Location of the chunk's tokens and all cached keys; only the core that made the cache reads it."""
     sequences: tuple[TokenChunk, ...] = ()
-    """The chunks that these tokens are, of sequences with caches of their own; none for one sequence.
+    """Per-sequence chunks if these tokens come from several sequences with separate caches; empty for one sequence.
 
-    ``start`` then says nothing, and ``sequence_tokens`` is that of the longest.
+    ``start`` then has no meaning, and ``sequence_tokens`` is the longest sequence's.
     """
 
     @property
     def num_given(self) -> int:
-        """Tokens that this process is given."""
+        """Number of tokens that this process receives."""
         return sum(map(len, self.given))
 
     @property
     def indices(self) -> Tensor:
-        """Indices in the sequence of the tokens that this process is given, int64 on the CPU."""
-        # As numbers if they are few, as in decoding: an operator for each range would take longer.
+        """Sequence indices of this process's tokens, int64 on the CPU."""
+        # Decoding passes few tokens: building one list is cheaper than an operator per range.
         if self.num_given <= _FEW_TOKENS:
             return int64_tensor(list(chain.from_iterable(self.given)))
         return torch.cat([torch.arange(part.start, part.stop, part.step) for part in self.given])
 
     @property
     def later_tokens(self) -> int:
-        """Tokens that are known or expected to follow the chunk, on all processes together."""
+        """Number of tokens known or expected to follow the chunk, over all processes."""
         return self.sequence_tokens - self.start - self.num_tokens + self.expected_tokens
 
 
 class LayerCache:
-    """One layer's rows of keys and values, in buffers that are reallocated when they are full, or its state.
+    """One layer's key and value rows in buffers that grow on demand, or its recurrent state.
 
-    The first buffers may be a slot's: rows leave it when they no longer fit.
+    The first buffers may belong to a slot; rows move out once they no longer fit.
     """
 
     def __init__(self, slots: SlotLayer | None = None, slot: int = 0) -> None:
-        """Create an empty cache; ``slot`` is its number in the layer's ``slots``."""
+        """Create an empty cache; ``slot`` is its index in the layer's ``slots``."""
         self.slots = slots
-        """Where the rows are; None where they are in memory of their own."""
+        """Slots that hold the rows; None if the rows have their own buffers."""
         self._slot = slot
         self.num_tokens = 0
-        """Tokens that were added, whether their rows are still stored or not."""
+        """Tokens added so far, including those that are no longer stored."""
         self.state: Any = None
-        """What a layer with a state knows of them, which is its core's own."""
+        """State after those tokens, for layers with a state; its type is private to the core."""
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._first, self._stop = 0, 0
-        """The stored rows among those of the buffers."""
+        """Range of stored rows in the buffers."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that are stored."""
+        """Number of stored rows."""
         return self._stop - self._first
 
     def append(
         self, k_BtKD: Tensor, v_BtKV: Tensor | None, *, earlier_rows: int | None = None, later_rows: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Store new rows after the newest ``earlier_rows`` of those stored; return all rows, with values if any.
+        """Keep the newest ``earlier_rows`` stored rows (default: all), append the new ones, and return all rows.
 
-        Reallocated buffers also have space for ``later_rows``.
+        The second result is None if the layer stores no values. A reallocated buffer also has room for ``later_rows``.
         """
         if earlier_rows is not None:
             assert earlier_rows <= self.num_rows, f"{earlier_rows} of {self.num_rows} rows"
+            # Moving the start drops rows that a window no longer reaches, without a copy.
             self._first = self._stop - earlier_rows
         stop = self._stop + k_BtKD.shape[1]
         if self.slots is not None and stop <= SLOT_TOKENS and len(k_BtKD) == 1:
@@ -116,13 +117,13 @@ class LayerCache:
         return self._keys[:, self._first : stop], values
 
     def count_row(self) -> None:
-        """Note that one more row was stored in the slot."""
+        """Count one row that was written directly into the slot."""
         self._stop += 1
         self.num_tokens += 1
 
     def add_state(self, state_sBKDW: Tensor, num_tokens: int) -> None:
-        """Add a state of ``num_tokens`` tokens."""
-        # Not in place: the forward pass was given the old state, and a backward may still read it.
+        """Add the state contribution from ``num_tokens`` tokens."""
+        # Not in place: the forward pass holds the old state, and backward may still read it.
         if self.state is not None:
             state_sBKDW = self.state + state_sBKDW
         self.set_state(state_sBKDW, num_tokens)
@@ -133,21 +134,22 @@ class LayerCache:
         self.num_tokens += num_tokens
 
     def copy_to(self, other: LayerCache) -> None:
-        """Store the same rows, or the same state, in an empty buffer."""
+        """Copy the rows or the state into an empty cache."""
         if self._keys is not None:
             values = None
             if self._values is not None:
                 values = self._values[:, self._first : self._stop]
-            # As much space as here: the next rows are as many.
+            # Keep the same free space: the copy grows by as many rows.
             later_rows = self._keys.shape[1] - self._stop
             other.append(self._keys[:, self._first : self._stop], values, later_rows=later_rows)
-        # States are never written in place.
+        # States are never written in place, so both caches can share one.
         other.state, other.num_tokens = self.state, self.num_tokens
 
     def _relay(self, k_BtKD: Tensor, v_BtKV: Tensor | None, later_rows: int) -> None:
-        """Move the stored rows to new buffers that have space for these rows and for ``later_rows``."""
+        """Move the stored rows to new buffers with room for these rows and ``later_rows`` more."""
         self.slots = None
-        # Space for an eighth more copies eight rows for each token: little next to attention, which reads them all.
+        # Growing by an eighth costs eight row copies per appended token: little next to attention, which reads all
+        # rows.
         num_rows = max(self.num_rows + self.num_rows // 8, self.num_rows + k_BtKD.shape[1] + later_rows, 64)
         self._keys = self._relaid(self._keys, k_BtKD, num_rows)
         if v_BtKV is not None:
@@ -156,7 +158,7 @@ class LayerCache:
 
     def _relaid(self, old: Tensor | None, like_BtKX: Tensor, num_rows: int) -> Tensor:
         B, _, K, X = like_BtKX.shape
-        # Generation runs in inference mode, but its cache may go on outside of it.
+        # Generation allocates in inference mode, but the cache may be written outside it later.
         with torch.inference_mode(False):
             new = like_BtKX.new_zeros(B, num_rows, K, X)
         if old is not None:
@@ -164,43 +166,48 @@ class LayerCache:
         return new
 
 
+# KV cache. Each layer appends the new tokens' keys and values and attends to all stored rows, so a generated token
+# costs one row per layer instead of another pass over the sequence. Invariant between forward passes: every layer has
+# seen the same number of tokens, although windowed layers store only the rows that a later query can see. Short
+# sequences start in a slot of a shared pool (``slots.py``; vLLM's slots without pages), so that one kernel call serves
+# several sequences; longer ones move to contiguous buffers.
 class KVCache:
-    """Keys, values and states of the tokens already seen of a sequence, in this process's memory, layer by layer.
+    """Keys, values and states for a sequence's past tokens in this process's memory, per layer.
 
-    A cache that several processes share is a subclass; all of them must make the same calls.
+    Subclasses share a sequence between several processes, which must all make the same calls.
     """
 
     def __init__(self, pool: SlotPool | None = None) -> None:
-        """Create an empty cache; while the sequence is short, it has a slot of the ``pool`` if one is free."""
+        """Create an empty cache. It uses a slot from ``pool`` while the sequence is short, if one is free."""
         self._pool, self._slot = pool, None
         if pool is not None:
             self._slot = pool.take()
         self._layers: dict[int, LayerCache] = {}
         self._expected = 0
         self.source: EncodedSource | None = None
-        """What the sequence's tokens read beside themselves; it is whole on every process, and never changes."""
+        """Encoded source that the sequence reads in cross attention; complete on every process and never changed."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that every layer has seen; between two forward passes it is the same number in all layers."""
+        """Number of tokens that every layer has seen; all layers agree between two forward passes."""
         return self.layer(0).num_tokens
 
     def layer(self, number: int) -> LayerCache:
-        """Return the cache of one layer."""
+        """Return one layer's cache; create it on first use."""
         if number not in self._layers:
             self._layers[number] = self._new_layer(number)
         return self._layers[number]
 
     def expect(self, num_tokens: int) -> None:
-        """Reserve space for ``num_tokens`` tokens after those read next, so that storing them copies nothing."""
+        """Reserve room for ``num_tokens`` tokens after those read next, so that storing them needs no copy."""
         self._expected = num_tokens
 
     def new(self) -> Self:
-        """Return an empty cache of the same kind."""
+        """Return an empty cache like this one."""
         return type(self)(self._pool)
 
     def copy(self) -> Self:
-        """Return a cache of the same tokens with memory of its own: both may go on, in different ways."""
+        """Copy the cache into memory of its own, so that both can continue independently."""
         other = self.new()
         other.expect(self._expected)
         other.source = self.source
@@ -209,37 +216,37 @@ class KVCache:
         return other
 
     def encoded(self, source: Stream, encode: Callable[[Stream], EncodedSource]) -> EncodedSource:
-        """Encode a source that the processes of this cache read together, and return all of it."""
+        """Encode a source that this cache's processes read together; return it complete."""
         return encode(source)
 
     def free(self) -> None:
-        """Forget all tokens, and release the slot; the tokens read next begin a new sequence."""
+        """Drop all tokens and release the slot; the next tokens start a new sequence."""
         if self._slot is not None:
             self._slot.pool.give_back(self._slot)
         self._slot, self._layers = None, {}
 
     def chunk(self, num_tokens: int) -> TokenChunk:
-        """Return the next tokens as a chunk that every process is given in full."""
+        """Return the next tokens as one chunk that every process receives in full."""
         return self._chunk(num_tokens, num_tokens)
 
     def chunks(self, num_tokens: int, chunk_tokens: int) -> Iterator[TokenChunk]:
-        """Yield the next tokens as chunks of about ``chunk_tokens``, each to be read before the next is requested.
+        """Yield the next tokens as chunks of about ``chunk_tokens``; read each chunk before requesting the next.
 
-        Every process is given the last token.
+        Every process receives the last token.
         """
         for start in range(0, num_tokens, chunk_tokens):
             left = num_tokens - start
             yield self._chunk(min(left, chunk_tokens), left)
 
     def extend(self, chunk: TokenChunk) -> None:
-        """Note that every layer has seen the chunk: here layers count their tokens."""
+        """Record that every layer has seen the chunk; a no-op here because each layer counts its own tokens."""
 
     def collect(self, values_Bt: Tensor, chunk: TokenChunk) -> Tensor:
-        """Return values of all tokens of the chunk, [B, T] in order, from those of each process's tokens."""
+        """Return the values [B, T] for all chunk tokens in order, given each process's own."""
         return values_Bt
 
     def once(self, choose: Callable[[], list[int]], count: int) -> list[int]:
-        """Return the ``count`` integers that one of the processes chooses, on all processes."""
+        """Return on every process the ``count`` integers that one process chooses."""
         return choose()
 
     def _chunk(self, num_tokens: int, left: int) -> TokenChunk:

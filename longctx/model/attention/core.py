@@ -1,4 +1,4 @@
-"""AttentionCore: plan once per forward pass and kind of layer, then attend in every layer.
+"""AttentionCore: plan once per forward pass and layer kind, then attend in every layer.
 
 Axes: B rows, t tokens of this process, H query heads, K key/value heads, D query/key head size, V value head size.
 """
@@ -22,15 +22,15 @@ from longctx.model.recompute import RecomputeCache
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShapes:
-    """Inputs of a plan besides its mask: sizes of this process's tensors, and the rules of their scores."""
+    """Plan inputs in addition to the mask: this process's tensor sizes and the score rules."""
 
     batch: int
     tokens: int
-    """Query tokens of each row."""
+    """Query tokens per row."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Head size of queries and keys."""
+    """Head size for queries and keys."""
     value_dim: int
     dtype: torch.dtype
     device_type: str
@@ -39,19 +39,19 @@ class AttentionShapes:
     rules: tuple[str, ...] = ()
     """``Scores.rules``."""
     beta_scale: float = 1.0
-    """Factor of what a token writes to a state (gated delta rule)."""
+    """Factor on the token's write to the state (gated delta rule)."""
     cached_tokens: int | None = None
-    """Earlier tokens whose keys a cache holds; None where there is no cache."""
+    """Tokens that a cache already holds keys for; None without a cache."""
     later_tokens: int = 0
-    """``TokenChunk.later_tokens``: a cache makes space for all of them at once."""
+    """``TokenChunk.later_tokens``: a cache reserves room for all of them at once."""
     values_in_keys: bool = False
-    """Whether values are the first ``value_dim`` channels of the keys, which a cache then stores once."""
+    """True if values are the first ``value_dim`` channels of the keys, so that a cache stores them once."""
 
     @classmethod
     def of(
         cls, q_BtHD: Tensor, k_BtKD: Tensor, v_BtKV: Tensor, scores: Scores, cached_tokens: int | None = None
     ) -> AttentionShapes:
-        """Return the shapes of these tensors."""
+        """Build the shapes from tensors."""
         batch, tokens, num_heads, head_dim = q_BtHD.shape
         return cls(
             batch=batch,
@@ -69,7 +69,7 @@ class AttentionShapes:
         )
 
     def check_whole(self, documents: PackedDocuments) -> None:
-        """Raise ValueError unless this process holds all tokens of the documents."""
+        """Raise ValueError unless this process holds every token of the documents."""
         if documents.num_tokens != self.batch * self.tokens:
             raise ValueError(
                 f"{self.batch} rows of {self.tokens} tokens are not the {documents.num_tokens} tokens of cu_seqlens; "
@@ -77,8 +77,8 @@ class AttentionShapes:
             )
 
     def check_call(self, q_BtHD: Tensor, sinks_H: Tensor | None) -> None:
-        """Raise ValueError if the queries differ from the plan's, ConfigError if sinks are not one per query head."""
-        # A plan of another batch would not fail in the kernel: its slices would just be of other rows.
+        """Raise ValueError if the queries do not match the plan, ConfigError if sinks are not one per query head."""
+        # A stale plan would not fail in the kernel: its slices would silently select other rows.
         planned = (self.batch, self.tokens, self.num_heads, self.head_dim)
         if q_BtHD.shape != planned or q_BtHD.dtype != self.dtype:
             raise ValueError(
@@ -93,20 +93,20 @@ class AttentionShapes:
 
 
 Plan = Any
-"""What a core does in every layer of one kind, for one forward pass; what is in it is the core's own."""
+"""Work that a core repeats in every layer of one kind during a forward pass; its contents are private to the core."""
 
 
 class PassCore(Protocol):
-    """Core as a forward pass uses it: it plans once per kind of layer, and attends in each layer."""
+    """Core interface for a forward pass: plan once per layer kind, attend in each layer."""
 
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> Plan:
-        """Plan the work of all layers of one kind, before the first of them; recomputation reads the plan again.
+        """Plan the work for all layers of one kind, before the first of them runs; recomputation reuses the plan.
 
-        ``placement`` is the location of the batch's tokens, for a core that spreads them over processes
-        (``Batch.placement``, ``TokenChunk.placement``); None leaves it to the core. Such a core's plan is collective.
-        ``key_placement`` is that of a source's tokens, in cross attention.
+        ``placement`` locates the batch's tokens for a core that spreads them over processes (``Batch.placement``,
+        ``TokenChunk.placement``); None leaves the choice to the core. Planning in such a core is collective.
+        ``key_placement`` locates a source's tokens in cross attention.
         """
         ...
 
@@ -122,28 +122,29 @@ class PassCore(Protocol):
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Return the output [B, t, H, V] in q's dtype.
+        """Compute attention; return the output [B, t, H, V] in q's dtype.
 
-        ``plan`` is this core's, for these shapes; ``cache`` the layer's (``PassCache.layer``). ``scores`` default to
-        the dot product scaled by D^-½. ``weights`` are the mixer's weights that its core uses, heads first
-        (``MixerNetwork.core_weights``). A ``recompute_cache`` keeps the result of a layer that backward will recompute,
-        so that the core's work and communication are not done again."""
+        ``plan`` must be this core's, for these shapes, and ``cache`` this layer's (``PassCache.layer``). ``scores``
+        defaults to the dot product scaled by D^-½. ``weights`` are the mixer's weights that its core reads, heads first
+        (``MixerNetwork.core_weights``). A ``recompute_cache`` saves the result in a layer that backward recomputes, so
+        that the core neither computes nor communicates twice.
+        """
         ...
 
 
 class AttentionCore(PassCore):
-    """Exact attention of this process's queries over every key of the sequence that the mask lets them see."""
+    """Exact attention from this process's queries to every key in the sequence that the mask allows."""
 
     def new_cache(self) -> KVCache:
         """Return an empty cache for a sequence that this core's processes continue."""
         return KVCache()
 
     def new_caches(self, most: int) -> Callable[[], KVCache]:
-        """Return a function that makes an empty cache; at most ``most`` are in use together and may share memory."""
+        """Return a factory for empty caches; at most ``most`` are in use at a time and may share memory."""
         return self.new_cache
 
     def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> Plan:
-        """Plan for chunks of several sequences. ``mask`` and ``shapes`` are those of all tokens as one row."""
+        """Plan chunks from several sequences; ``mask`` and ``shapes`` describe all tokens as one row."""
         return plan_alone(self, mask, shapes, chunks)
 
     def attend_each(
@@ -157,21 +158,21 @@ class AttentionCore(PassCore):
         scores: Scores | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Return output [1, t, H, V] of the tokens of several sequences, by the plan for all and the cache of each.
+        """Compute output [1, t, H, V] for tokens from several sequences, by the plan for all and each one's cache.
 
-        Each sequence's output equals that of a call for it alone, except for rounding. There is no backward.
+        Each sequence's output equals that of a separate call, except for rounding. There is no backward.
         """
         return attend_alone(self, q_BtHD, k_BtKD, v_BtKV, plan, caches, scores, weights)
 
 
 @dataclass(frozen=True, eq=False)
 class EachAlone:
-    """Plan for some sequences, each by itself."""
+    """Plans for sequences that are computed one at a time."""
 
     sequences: tuple[int, ...]
-    """Which of the pass's sequences they are."""
+    """Indices of these sequences in the pass."""
     tokens: tuple[slice, ...]
-    """Where their tokens are in the pass's row."""
+    """Span of each one's tokens in the pass's row."""
     plans: tuple[Any, ...]
 
 
@@ -184,9 +185,9 @@ def plan_alone(
     *,
     has_placement: bool = True,
 ) -> EachAlone:
-    """Return the core's own plan for each of these sequences, by default all; equal sequences share one.
+    """Plan each of these sequences (default: all) separately; equal sequences share one plan.
 
-    Without ``has_placement`` the core plans by numbers of tokens only.
+    Without ``has_placement`` the core plans from token counts only.
     """
     if sequences is None:
         sequences = range(len(chunks))
@@ -197,7 +198,7 @@ def plan_alone(
         chunk, placement = chunks[sequence], None
         if has_placement:
             placement = chunk.placement
-        # Sequences of a batch are mostly in step, and a plan costs as much as an exchange between processes.
+        # Sequences in a batch mostly have equal lengths, and a plan may cost an exchange between processes.
         place = chunk.start, chunk.num_given, chunk.later_tokens, placement
         if place not in known:
             of_one = replace(shapes, tokens=chunk.num_given, cached_tokens=chunk.start, later_tokens=chunk.later_tokens)
@@ -207,7 +208,7 @@ def plan_alone(
 
 
 def tokens_of(chunks: Sequence[TokenChunk]) -> list[slice]:
-    """Return the position of each sequence's tokens in a pass's row on this process."""
+    """Return the span of each sequence's tokens in this process's row."""
     found, start = [], 0
     for chunk in chunks:
         found.append(slice(start, start + chunk.num_given))
@@ -242,7 +243,7 @@ def attend_alone(
 
 
 def sinks_of(weights: Sequence[Tensor]) -> Tensor | None:
-    """Return the sinks [H], the only weights of softmax attention: logits of a key without value (GPT-OSS)."""
+    """Return the sinks [H], softmax attention's only weights: logits for a key without value (GPT-OSS)."""
     return next(iter(weights), None)
 
 
@@ -250,7 +251,7 @@ def sinks_of(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def check_no_gradient(q_BtHD: Tensor) -> None:
-    """Raise ConfigError if attention over caches would need a backward pass, which it does not have."""
+    """Raise ConfigError if attention over caches would need a backward pass, which does not exist."""
     if torch.is_grad_enabled() and q_BtHD.requires_grad:
         raise ConfigError("attention over these caches has no backward pass. Use torch.no_grad().")
 
@@ -264,7 +265,7 @@ def append_rows(
     earlier_rows: int | None,
     later_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Store new keys and values; return all that are stored and seen (``LayerCache.append``)."""
+    """Store new keys and values; return all stored rows that queries see (``LayerCache.append``)."""
     rows = {"earlier_rows": earlier_rows, "later_rows": later_rows}
     if not shapes.values_in_keys:
         keys, values = cache.append(k_BtKD, v_BtKV, **rows)
@@ -275,14 +276,14 @@ def append_rows(
 
 
 def later_stored(mask: AttentionMask, shapes: AttentionShapes) -> int:
-    """Return the later tokens that will be stored in addition to the present ones: 0 if old keys make space for new."""
+    """Return how many later tokens will be stored in addition to the present ones: 0 if old rows make room for new."""
     if not sees_all(mask):
         return 0
     return shapes.later_tokens
 
 
 def earlier_seen(mask: AttentionMask, shapes: AttentionShapes) -> int:
-    """Return the number of cached tokens, the newest, that some query of a chunk sees."""
+    """Return how many cached tokens, counted from the newest, are visible to some query in a chunk."""
     assert shapes.cached_tokens is not None, "no cache"
     if mask.window is None or sees_all(mask):
         return shapes.cached_tokens
@@ -290,6 +291,6 @@ def earlier_seen(mask: AttentionMask, shapes: AttentionShapes) -> int:
 
 
 def sees_all(mask: AttentionMask) -> bool:
-    """Return whether every cached token may be seen by some later query."""
-    # Sink tokens and those of a stride are seen from anywhere.
+    """Return whether a later query may still see every cached token."""
+    # Sink tokens and strided tokens are visible at any distance.
     return mask.window is None or bool(mask.sink_tokens or mask.stride)

@@ -1,8 +1,4 @@
-"""LocalAttention: the core of one process, which holds every key of its sequence.
-
-A core that spreads the sequence over processes has the same signature and is outside this package; a layer does not
-know which one it was given.
-"""
+"""LocalAttention: the core for one process, which holds every key of its sequence."""
 
 from __future__ import annotations
 
@@ -46,31 +42,31 @@ from longctx.model.recompute import RecomputeCache
 
 @dataclass(frozen=True, eq=False)
 class LocalPlan:
-    """Work of one process, and the kernel that does it."""
+    """One process's work and the kernel that computes it."""
 
     shapes: AttentionShapes
     kernel: str
     """Name of the chosen kernel."""
     work: tuple[Work, ...]
-    """The mask's bands for all rows, then what a stride adds."""
+    """The mask's bands over all rows, then the stride's extra work."""
     earlier_rows: int | None = None
     """Cached rows that some query sees; None for all."""
     later_rows: int = 0
-    """Rows that are to join them."""
+    """Rows to reserve for later tokens."""
     newest: CpuFlashKernel | None = None
-    """The kernel where a single token sees all that the cache stores: there is no other work then."""
+    """Kernel for a single token that sees every cached row; ``work`` is then empty."""
 
 
 class LocalAttention(AttentionCore):
-    """Core of one process, which holds every key: its documents are the kernel's slices."""
+    """Core for one process, which holds every key: documents become the kernel's slices."""
 
     def __init__(self, kernel: str = "auto", *, products: Products | None = None) -> None:
-        """Set the kernel and how a CPU multiplies bfloat16; ``products=None`` takes the faster way on this CPU."""
+        """Set the kernel and the bfloat16 matmul on a CPU; ``products=None`` selects this CPU's faster way."""
         self.kernel = kernel
         self.products: Products | None = products
 
     def new_caches(self, most: int) -> Callable[[], KVCache]:
-        """Return a function that makes empty caches of this process; short sequences are in slots of one pool."""
+        """Return a factory for this process's empty caches; short sequences share one slot pool."""
         if most == 1:
             return self.new_cache
         return partial(KVCache, SlotPool(most))
@@ -78,14 +74,16 @@ class LocalAttention(AttentionCore):
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> LocalPlan:
-        """Return the slices of the documents, or with a cache those of its newest tokens. ``placement`` is not used.
+        """Build the documents' slices, or with a cache those of its newest tokens; ignore ``placement``.
 
-        Raise ValueError if the tokens are not the mask's, ConfigError if no kernel serves the request.
+        Raise ValueError if the tokens do not match the mask, ConfigError if no kernel supports the request.
         """
         chosen = choose_kernel(self.kernel, self._request(mask, shapes))
         kernel, earlier_rows = chosen.name, None
+        # A generated token's plan needs no slices: it sees every row that the cache keeps.
         if isinstance(chosen, CpuFlashKernel) and _is_newest(mask, shapes):
             return LocalPlan(shapes, kernel, (), earlier_seen(mask, shapes), later_stored(mask, shapes), chosen)
+        # Without a cache each document is a band over its own rows; with one, new tokens meet the visible stored keys.
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
             slices = document_slices(mask)
@@ -120,19 +118,19 @@ class LocalAttention(AttentionCore):
                 cache, k_BtKD, v_BtKV, plan.shapes, earlier_rows=plan.earlier_rows, later_rows=plan.later_rows
             )
             if plan.newest is not None:
-                # No slices and no tiles: the code around the kernel takes longer than a generated token's attention.
+                # Skip slices and tiles: the code around the kernel takes longer than a generated token's attention.
                 out = plan.newest.forward_newest(q_BtHD, k_BtKD, v_BtKV, None, scores=scores, sinks_H=sinks_H)
                 return as_dtype(out, q_BtHD.dtype)
             if not torch.is_grad_enabled():
                 return _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, _eager(plan.kernel, q_BtHD), scores)[0]
         else:
-            # Rows are laid end to end: slices count rows of the flattened tokens.
+            # Slices index the flattened tokens, so rows are laid end to end.
             q_BtHD, k_BtKD, v_BtKV = (x.reshape(1, -1, x.shape[2], x.shape[3]) for x in (q_BtHD, k_BtKD, v_BtKV))
         if not torch.is_grad_enabled() and recompute_cache is None:
             forward = partial(ops.forward, plan.kernel)
             out, _ = _attend(q_BtHD, k_BtKD, v_BtKV, sinks_H, plan.work, forward, scores)
             return out.view(B, T, H, v_BtKV.shape[3])
-        # Autograd only sees tensors among a function's arguments, so the table is passed in addition to the scores.
+        # Autograd sees a tensor only if it is an argument, so the table is passed in addition to the scores.
         bias_table = None
         if scores.relative_bias is not None:
             bias_table = scores.relative_bias.table_NH
@@ -142,7 +140,7 @@ class LocalAttention(AttentionCore):
         return out.view(B, T, H, v_BtKV.shape[3])
 
     def plan_each(self, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> SequencesPlan:
-        """Plan to attend to sequences in slots together if they see all keys and the kernel can, to others alone."""
+        """Plan sequences in slots as one call if they see all keys and the kernel can; plan the others separately."""
         kernel, together = choose_kernel(self.kernel, self._request(mask, shapes)), None
         sees_all = mask.window is None and not mask.stride and not shapes.rules
         if sees_all and isinstance(kernel, CpuFlashKernel):
@@ -160,7 +158,7 @@ class LocalAttention(AttentionCore):
         scores: Scores | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Return the output [1, t, H, V] of each token after those of its own cache."""
+        """Compute output [1, t, H, V], each token attending to its own cache."""
         check_no_gradient(q_BtHD)
         sinks_H = sinks_of(weights)
         if scores is None:
@@ -184,7 +182,7 @@ class LocalAttention(AttentionCore):
         scores: Scores,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """Return the output [1, t, H, V] of the first tokens of sequences, equally many of each, in one call."""
+        """Compute output [1, t, H, V] for the first tokens of equally long sequences, in one call."""
         plan: LocalPlan = alike.of_batch
         q, k, v = alike.rows(q_BtHD), alike.rows(k_BtKD), alike.rows(v_BtKV)
         for n, cache in enumerate(caches):
@@ -208,7 +206,7 @@ class LocalAttention(AttentionCore):
 
 
 def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
-    """Return the slices of every non-empty document of a mask; this process holds its full sequences."""
+    """Build slices for every non-empty document in a mask; this process holds the full sequence."""
     if mask.key_documents is not None:
         sides = zip(pairwise(mask.documents.bounds), pairwise(mask.key_documents.bounds), strict=True)
         return tuple(AttentionSlice(a, b, c, d) for (a, b), (c, d) in sides if a < b and c < d)
@@ -216,14 +214,14 @@ def document_slices(mask: AttentionMask) -> tuple[AttentionSlice, ...]:
 
 
 def continuation_slices(mask: AttentionMask, num_queries: int, num_keys: int) -> tuple[AttentionSlice, ...]:
-    """Return the slices of a document's newest ``num_queries`` tokens against all of its ``num_keys``."""
+    """Build slices for a document's newest ``num_queries`` tokens against all of its ``num_keys``."""
     before = num_keys - num_queries
     newest = (p._replace(q_start=max(p.q_start, before)) for p in _visible(0, num_keys, mask))
     return tuple(p.shifted(queries=-before) for p in newest if p.q_start < p.q_stop)
 
 
 def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> list[Work]:
-    """Return the work that the stride adds to these pieces' windows, on each side that queries see."""
+    """Build the stride's work beyond these pieces' windows, on each side that queries see."""
     if not mask.stride or mask.window is None:
         return []
     before = strided_work(pieces, mask.window, mask.stride)
@@ -235,11 +233,11 @@ def strided_beyond(mask: AttentionMask, pieces: list[Piece]) -> list[Work]:
 
 
 def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSlice]:
-    """Yield the slices of a document at rows [start, stop): the band of the window, then sink tokens beyond it."""
+    """Yield the slices for a document at rows [start, stop): the window's band, then sink tokens beyond it."""
     if stop <= start:
         return
     window = mask.window
-    if window is None or window >= stop - start:  # the window is wider than the document
+    if window is None or window >= stop - start:  # the window covers the document
         if mask.causal:
             yield AttentionSlice(start, stop, start, stop, lo=0)
         else:
@@ -249,24 +247,24 @@ def _visible(start: int, stop: int, mask: AttentionMask) -> Iterator[AttentionSl
     if mask.causal:
         lo = 0
     yield AttentionSlice(start, stop, start, stop, lo=lo, hi=window - 1)
-    # Sink tokens that the window reaches are in its band already: each key must be met once.
+    # Sink tokens within the window are in its band already, and each key must count once.
     sinks = min(start + mask.sink_tokens, stop)
     if mask.sink_tokens:
         yield AttentionSlice(start + window, stop, start, sinks, lo=window)
-    if sinks > start + window and not mask.causal:  # sink tokens further ahead than the window reaches
+    if sinks > start + window and not mask.causal:  # sink tokens ahead of the query, beyond its window
         yield AttentionSlice(start, sinks - window, start + window, sinks, hi=-window)
 
 
 def _is_newest(mask: AttentionMask, shapes: AttentionShapes) -> bool:
-    """Return whether a single token sees all rows of its cache, and no backward pass follows."""
+    """Return whether a single token sees every cached row and no backward pass follows."""
     if shapes.cached_tokens is None or shapes.tokens != 1 or torch.is_grad_enabled():
         return False
     return not mask.stride and not mask.sink_tokens and not shapes.rules
 
 
 def _eager(kernel: str, q_BtHD: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the kernel's ``forward``, as an operator only if that serves a trace."""
-    # Calling an operator takes about as long as the attention of a generated token.
+    """Return the kernel's ``forward``: direct for plain CPU tensors, otherwise as an operator, which a trace needs."""
+    # An operator call takes about as long as a generated token's attention.
     if type(q_BtHD) is Tensor and on_cpu(q_BtHD):
         return KERNELS[kernel].forward
     return partial(ops.forward, kernel)
@@ -285,7 +283,7 @@ def _attend(
     out, lse = attend_work(q, k, v, work, partial(forward, scores=scores))
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
-    # Not ``to``, which would give the result a second name: PyTorch 2.11's compiler then loses its gradient (180642).
+    # Not ``to``, which would alias the result: PyTorch 2.11's compiler then loses its gradient (180642).
     return as_dtype(out, q.dtype), lse
 
 
@@ -307,14 +305,14 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         """Attend, or load the first run's result; ``bias_table`` is the one in ``scores``, passed for autograd."""
         ctx.work, ctx.kernel, ctx.scores = work, kernel, scores
-        # In a layer's second run the first one's result is at hand: backward needs it, and no kernel runs again.
+        # A recomputed layer loads its first run's result: backward needs it, and no kernel runs again.
         known = None
         if recompute_cache is not None:
             known = recompute_cache.load()
         if known is not None:
             out, lse = known
         else:
-            # Backward reads the rounded output, the one that later layers have seen too.
+            # Backward must read the rounded output, the one that later layers have seen.
             out, lse = _attend(q, k, v, sinks, work, partial(ops.forward, kernel), scores)
             if recompute_cache is not None:
                 recompute_cache.save(out, lse)
@@ -325,6 +323,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor):  # type: ignore[override]
         q, k, v, out, lse, sinks = ctx.saved_tensors
+        # The saved log-sum-exp includes the sinks, so the kernel's backward sees final softmax weights.
         backward = partial(ops.backward, ctx.kernel, scores=ctx.scores)
         grads = attend_work_backward(dout, q, k, v, out, lse, ctx.work, backward)
         dq, dk, dv = grads.dq_BtHD.to(q.dtype), grads.dk_BsKD.to(k.dtype), grads.dv_BsKV.to(v.dtype)

@@ -1,6 +1,6 @@
 """AttentionMask: the keys that a query sees, as a plain value.
 
-Slices of work are made from it in ``local.py`` on one device, and in ``parallel/schedule/bands.py`` across ranks.
+``local.py`` turns it into slices on one device, ``parallel/schedule/bands.py`` across ranks.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Keys that a query may see: those of its own document, only earlier ones if ``causal``, near ones if windowed.
+    """Keys that a query may see: in its own document, earlier ones only if ``causal``, near ones if windowed.
 
-    ``documents`` are those of the full sequence, also when this process holds only a part of it.
+    ``documents`` always describes the full sequence, even if this process holds part of it.
     """
 
     documents: PackedDocuments
-    """A list or a tensor of boundaries (``cu_seqlens``) becomes one."""
+    """Document boundaries; a list or tensor (``cu_seqlens``) is converted."""
     causal: bool = True
     window: int | None = None
-    """Tokens a query sees, itself included: keys with 0 ≤ i − j < window (|i − j| < window when not causal)."""
+    """Tokens that a query sees, including itself: keys with 0 ≤ i − j < window (|i − j| < window if not causal)."""
     sink_tokens: int = 0
-    """First tokens of a document that its queries see from beyond the window too (arXiv 2309.17453)."""
+    """First tokens of each document, which its queries also see beyond the window (arXiv 2309.17453)."""
     stride: int = 0
-    """Beyond the window, queries see tokens a multiple of this before them (arXiv 1904.10509), and behind them if not
-    causal; 0 for none."""
+    """Spacing of tokens that a query sees beyond the window: multiples of this before it (arXiv 1904.10509), and after
+    it if not causal; 0 disables them."""
     key_documents: PackedDocuments | None = None
-    """The documents of the sequence that keys are of, in cross attention: a query sees all of the one with its own's
-    number. None if they are the queries' own."""
+    """Documents in the key sequence, in cross attention: a query sees the entire document with its own's number. None
+    for self attention."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "documents", PackedDocuments.of(self.documents))
@@ -44,7 +44,7 @@ class AttentionMask:
     def _check_stride(self) -> None:
         if self.stride < 0:
             raise ConfigError(f"stride={self.stride} must not be negative; 0 has none.")
-        # Sink tokens are in a class of the stride too: their keys would be met twice.
+        # Sink tokens also belong to a class of the stride: their keys would count twice.
         if self.stride and (self.window is None or self.sink_tokens):
             raise ConfigError(
                 f"stride={self.stride} needs a window, and goes with no sink tokens; got window={self.window}, "

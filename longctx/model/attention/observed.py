@@ -1,6 +1,6 @@
-"""ObservedAttention: a core that also says how much the queries of one head attend to each group of keys.
+"""ObservedAttention: a core that also records how much one head's queries attend to each key group.
 
-Axes: T tokens of the row, G groups of keys, H query heads, K key/value heads, D query/key head size, V value head size.
+Axes: T tokens in the row, G key groups, H query heads, K key/value heads, D query/key head size, V value head size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from longctx.model.recompute import RecomputeCache
 
 @dataclass(frozen=True, eq=False)
 class ObservedPlan:
-    """Plan of the layers, and the mask and shapes to plan the observed layer once more."""
+    """Plan for all layers, and the mask and shapes to plan the observed layer again."""
 
     inner: LocalPlan
     mask: AttentionMask
@@ -31,36 +31,35 @@ class ObservedPlan:
 
 
 class ObservedAttention(AttentionCore):
-    """Core of one process that sums a head's softmax weights of each query over groups of keys, in one layer.
+    """Single-process core that sums one head's softmax weights per query over key groups, in one layer.
 
-    Those sums are the weights times one-hot values of the keys' groups. So masks, biases and sinks are the kernel's
-    own, and a matrix of all queries by all keys is never formed. It serves one forward pass of one row, without a
-    cache.
+    The sums are attention outputs for one-hot group vectors as values. So masks, biases and sinks are the kernel's own,
+    and no full query-by-key matrix is formed. It supports one forward pass over one row, without a cache.
     """
 
     def __init__(self, *, call: int, head: int, groups_T: Tensor) -> None:
-        """Observe a head of layer ``call``, its number among those of softmax attention.
+        """Observe a head in layer ``call``, counted among the softmax attention layers.
 
-        ``groups_T`` is the group of each key.
+        ``groups_T`` assigns a group to each key.
         """
         self._inner = LocalAttention()
-        # The kernel that takes values of any width.
+        # blockwise accepts any value width, here the number of groups.
         self._observer = LocalAttention("blockwise")
         self._call, self._head, self._groups_T = call, head, groups_T
         self._calls = 0
         self.weights_TG: Tensor | None = None
-        """Each query's weights, summed over the keys of a group; a learned sink has what is missing to 1."""
+        """Each query's weights, summed over the keys in a group; a learned sink has the remainder to 1."""
         self.is_seen_TG: Tensor | None = None
-        """Whether the mask lets a query see a key of the group."""
+        """True if the mask lets a query see some key in the group."""
 
     def new_cache(self) -> NoReturn:
-        """Raise NotImplementedError: with a cache there would be several forward passes."""
+        """Raise NotImplementedError: a cache would mean several forward passes."""
         raise NotImplementedError("attention is observed in one forward pass, without a cache")
 
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> ObservedPlan:
-        """Return the plan of a core of one process, with its mask."""
+        """Plan like a single-process core, and keep the mask."""
         return ObservedPlan(self._inner.plan(mask, shapes, placement), mask, shapes)
 
     def __call__(
@@ -75,7 +74,7 @@ class ObservedAttention(AttentionCore):
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        # Layers call in their order, each once in a forward pass.
+        # Layers call in order, once each per forward pass.
         if self._calls == self._call:
             self._observe(q_BtHD, k_BtKD, plan, scores or Scores(scale=q_BtHD.shape[-1] ** -0.5), sinks_of(weights))
         self._calls += 1
@@ -90,12 +89,12 @@ class ObservedAttention(AttentionCore):
         if sinks_H is not None:
             sinks_H = sinks_H[heads].float()
         self.weights_TG = self._sums(q, k, plan, scores.of_heads(head, head + 1), sinks_H)
-        # With equal scores every visible key has a weight, also one whose real weight rounds to 0.
+        # Equal scores give every visible key a weight, including one that would round to 0.
         equal = Scores(scale=1.0)
         self.is_seen_TG = self._sums(torch.zeros_like(q), torch.zeros_like(k), plan, equal, None) > 0
 
     def _sums(self, q: Tensor, k: Tensor, plan: ObservedPlan, scores: Scores, sinks_H: Tensor | None) -> Tensor:
-        """Return the weights of one head's queries, summed over groups of keys, [T, G]."""
+        """Sum one head's query weights over key groups; return [T, G]."""
         v_TG = functional.one_hot(self._groups_T.to(q.device)).to(q.dtype)
         shapes = replace(
             plan.shapes,

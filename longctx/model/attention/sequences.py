@@ -1,10 +1,10 @@
-"""New tokens of several sequences in one forward pass: attention of each by itself, everything else together.
+"""New tokens from several sequences in one forward pass: attention runs per sequence, all other layers run once.
 
-Sequences have caches of their own, of any lengths, on one process or on many, and no key is padded. Products, experts
-and norms see one row: the tokens of the first sequence, then those of the next.
+Sequences have separate caches, of any lengths, on one process or on many, and no key is padded. Matmuls, experts and
+norms see one row: the first sequence's tokens, then the next one's.
 
-Axes: B = 1 row, t tokens of all sequences on this process, H query heads, K key/value heads, D query/key head size,
-V value head size.
+Axes: B = 1 row, t tokens from all sequences on this process, H query heads, K key/value heads, D query/key head size, V
+value head size.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from longctx.model.source import EncodedSource
 
 
 class SequencesCache:
-    """Caches of several sequences, each of which is given new tokens."""
+    """Caches for several sequences that receive new tokens together."""
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
         self._caches = list(caches)
 
     @property
     def sources(self) -> list[EncodedSource | None]:
-        """Source that each sequence reads besides its own tokens."""
+        """Source that each sequence reads in addition to its own tokens."""
         return [cache.source for cache in self._caches]
 
     def layer(self, number: int) -> list[LayerCache]:
-        """Return the cache of one layer of each sequence."""
+        """Return each sequence's cache for one layer."""
         return [cache.layer(number) for cache in self._caches]
 
     def chunk(self, num_tokens: int) -> TokenChunk:
-        """Return the next token of each sequence, as one chunk."""
+        """Return the next token for each sequence, as one chunk."""
         assert num_tokens == len(self._caches), f"{num_tokens} tokens of {len(self._caches)} sequences"
         return join([cache.chunk(1) for cache in self._caches])
 
     def extend(self, chunk: TokenChunk) -> None:
-        """Note that every layer has seen the tokens of each sequence."""
+        """Record that every layer has seen each sequence's tokens."""
         for cache, part in zip(self._caches, chunk.sequences, strict=True):
             cache.extend(part)
 
 
 def join(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    """Join the chunks of several sequences; each process has its tokens of all of them, one after another."""
+    """Join chunks from several sequences; each process holds its tokens from all of them, one after another."""
     assert len({chunk.is_replicated for chunk in chunks}) == 1, "chunks that are split, and others that are not"
-    # Properties of a single sequence are read from its own chunk: where it starts, and where its keys are.
+    # A sequence's own properties, such as its start and its keys' placement, are read from its own chunk.
     return TokenChunk(
         start=0,
         num_tokens=sum(chunk.num_tokens for chunk in chunks),
@@ -63,7 +63,7 @@ def join(chunks: Sequence[TokenChunk]) -> TokenChunk:
 
 
 class SequencesCore:
-    """Core that attends for each sequence of a chunk, with its own cache."""
+    """Core that attends for each sequence in a chunk, with its own cache."""
 
     def __init__(self, core: AttentionCore, chunks: tuple[TokenChunk, ...]) -> None:
         self._core = core
@@ -72,7 +72,7 @@ class SequencesCore:
     def plan(
         self, mask: AttentionMask, shapes: AttentionShapes, placement: Any = None, key_placement: Any = None
     ) -> Plan:
-        """Return the plan of all sequences; each one's chunk says where its keys are."""
+        """Plan all sequences; each chunk carries its keys' placement."""
         return self._core.plan_each(mask, shapes, self._chunks)
 
     def __call__(
@@ -87,9 +87,9 @@ class SequencesCore:
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Return the output [B, t, H, V]; ``cache`` holds a ``LayerCache`` for each sequence."""
+        """Compute the output [B, t, H, V]; ``cache`` holds one ``LayerCache`` per sequence."""
         return self._core.attend_each(q_BtHD, k_BtKD, v_BtKV, plan=plan, caches=cache, scores=scores, weights=weights)
 
 
 PassCache = KVCache | SequencesCache
-"""What a forward pass reads of the tokens already seen, and adds its own to: of one sequence or of several."""
+"""Past tokens that a forward pass reads and extends, for one sequence or several."""

@@ -1,6 +1,6 @@
-"""Slots: memory in which the keys of several short sequences are adjacent, so that one call attends for all.
+"""Slots: adjacent memory for several short sequences' keys, so that one call attends for all.
 
-Axes: N slots, s rows of a slot, K key/value heads, D query/key head size, V value head size, n tokens.
+Axes: N slots, s rows per slot, K key/value heads, D query/key head size, V value head size, n tokens.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 SLOT_TOKENS = 1024
-"""Rows of a slot. Longer sequences have memory of their own: their attention takes longer than the call for it."""
+"""Rows per slot. Longer sequences have their own buffers: their attention takes longer than the call overhead."""
 _STEP = 64
-"""Rows that are made ready at a time."""
+"""Rows zeroed at a time."""
 
 
 class Slot(NamedTuple):
-    """One sequence's part of a pool."""
+    """One sequence's rows in a pool."""
 
     pool: SlotPool
     number: int
 
 
 class SlotPool:
-    """Slots for the sequences that are generated together, in every layer."""
+    """Slots for sequences that are generated together, in every layer."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -32,7 +32,7 @@ class SlotPool:
         self._layers: dict[int, SlotLayer] = {}
 
     def take(self) -> Slot | None:
-        """Return the first free slot, or None if there is none."""
+        """Reserve the first free slot, if any."""
         if not self._free:
             return None
         number = min(self._free)
@@ -42,17 +42,18 @@ class SlotPool:
     def give_back(self, slot: Slot) -> None:
         """Release the slot for another sequence."""
         assert slot.number not in self._free, f"slot {slot.number} is free already"
+        # Rows stay as they are: the next sequence overwrites them, and masks hide the rest.
         self._free.append(slot.number)
 
     def layer(self, number: int) -> SlotLayer:
-        """Return the rows of one layer."""
+        """Return one layer's rows; create them on first use."""
         if number not in self._layers:
             self._layers[number] = SlotLayer(self.num_slots)
         return self._layers[number]
 
 
 class SlotLayer:
-    """One layer's rows of all slots, [N, s, K, D] and [N, s, K, V]."""
+    """One layer's rows for all slots, [N, s, K, D] and [N, s, K, V]."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -61,15 +62,15 @@ class SlotLayer:
         self._values: Tensor | None = None
 
     def make_ready(self, stop: int, keys: Tensor, values: Tensor | None) -> None:
-        """Make all rows before ``stop`` ready in every slot, for keys [… K, D] and values [… K, V] like these."""
+        """Zero all rows before ``stop`` in every slot; keys [… K, D] and values [… K, V] give widths and dtype."""
         if self._keys is None:
-            # Rows take memory when they are made ready, not before.
+            # On a CPU, pages take memory only when rows are zeroed below.
             self._keys = keys.new_empty(self._num_slots, SLOT_TOKENS, keys.shape[-2], keys.shape[-1])
             if values is not None:
                 self._values = values.new_empty(self._num_slots, SLOT_TOKENS, values.shape[-2], values.shape[-1])
         if stop <= self._num_ready:
             return
-        # Keys that a mask hides are multiplied by 0 all the same, and 0 · NaN is NaN.
+        # A masked key is still multiplied by weight 0, and 0 · NaN is NaN: every row in use must be finite.
         ready = slice(self._num_ready, min(-(-stop // _STEP) * _STEP, SLOT_TOKENS))
         self._keys[:, ready] = 0
         if self._values is not None:
@@ -77,7 +78,7 @@ class SlotLayer:
         self._num_ready = ready.stop
 
     def of_slot(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """Return the memory of one slot, [1, s, K, D] and [1, s, K, V]."""
+        """Return one slot's rows, [1, s, K, D] and [1, s, K, V]."""
         assert self._keys is not None, "no rows are ready"
         own = slice(number, number + 1)
         values = None
@@ -86,7 +87,7 @@ class SlotLayer:
         return self._keys[own], values
 
     def put(self, slots_n: Tensor, rows_n: Tensor, k_nKD: Tensor, v_nKV: Tensor | None, *, stop: int) -> None:
-        """Store a row in each of these slots, all before ``stop``."""
+        """Store one row in each of these slots, all before ``stop``."""
         self.make_ready(stop, k_nKD, v_nKV)
         assert self._keys is not None
         self._keys.index_put_((slots_n, rows_n), k_nKD)
@@ -94,7 +95,7 @@ class SlotLayer:
             self._values.index_put_((slots_n, rows_n), v_nKV)
 
     def first_rows(self, slots: slice | Tensor, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Return the rows before ``stop`` of these slots."""
+        """Return the rows before ``stop`` in these slots."""
         assert self._keys is not None, "no rows are ready"
         values = None
         if self._values is not None:
@@ -109,7 +110,7 @@ def _take(x_NsKX: Tensor, slots: slice | Tensor, stop: int) -> Tensor:
 
 
 def as_range(numbers: list[int]) -> slice | Tensor:
-    """Return slots in this order, as a range if they form one, else as an index."""
+    """Return slots in this order: a slice if they are consecutive, otherwise an index."""
     if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return slice(numbers[0], numbers[0] + len(numbers))
     return torch.tensor(numbers)

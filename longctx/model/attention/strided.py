@@ -1,12 +1,7 @@
 """Sparse attention (Child et al., arXiv 1904.10509): a window, and before it every ``stride``-th token, in one softmax.
 
-Tokens with equal indices modulo the stride, counted in their document, are a *class*. Before its window a query sees
-the part of its class that is at least ``reach`` tokens back, the first multiple of the stride that is no less than the
-window. With rows sorted by class that is causal attention within runs of neighbours: any kernel computes it, on
-gathered rows, in time proportional to the visible keys. Its result joins the window's by their log-sum-exps.
-
-Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size,
-n and m rows that are gathered.
+Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size, n
+and m gathered rows.
 """
 
 from __future__ import annotations
@@ -23,38 +18,43 @@ from longctx.model.attention.work import Work
 
 
 class Piece(NamedTuple):
-    """The newest queries of a document against all of its tokens."""
+    """A document's newest queries against all of its tokens."""
 
     query_row: int
-    """Row that the document's first token has, or would have, among the queries."""
+    """Query row that the document's first token has, or would have."""
     key_row: int
-    """Row of its first token among the keys."""
+    """Key row of the document's first token."""
     tokens: int
     first_query: int
-    """Index in the document of the first query."""
+    """Document index of the first query."""
 
 
 def reach(window: int, stride: int) -> int:
-    """Return the distance in tokens from a query back to the nearest one of its class outside of its window."""
+    """Return the distance in tokens from a query back to the nearest member of its class outside its window."""
     return -(-window // stride) * stride
 
 
 def whole_documents(cu_seqlens: tuple[int, ...]) -> list[Piece]:
-    """Return all documents of a sequence that one process holds, as pieces."""
+    """Return all documents in a sequence that one process holds, as pieces."""
     return [Piece(query_row=a, key_row=a, tokens=b - a, first_query=0) for a, b in pairwise(cu_seqlens)]
 
 
 def continuation(num_queries: int, num_keys: int) -> list[Piece]:
-    """Return the newest ``num_queries`` tokens of one document, as a piece."""
+    """Return the newest ``num_queries`` tokens in one document, as a piece."""
     before = num_keys - num_queries
-    # The document's first token would stand so many rows before the first query that is here.
+    # The document's first token would be ``before`` rows ahead of the first query.
     return [Piece(query_row=-before, key_row=0, tokens=num_keys, first_query=before)]
 
 
+# Strided attention as causal attention on gathered rows. Tokens with equal document indices modulo the stride form a
+# class. Before its window, a query sees the class members at least ``reach`` tokens back, the first multiple of the
+# stride that is no less than the window. Sorted by class, these pairs are causal attention within runs of neighbouring
+# rows: any kernel computes them on gathered rows, in time proportional to the visible keys. The result is merged with
+# the window's by their log-sum-exps. Invariant: window and class share no key, so each counts once.
 def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | None:
-    """Return the work of these queries before their windows; None if there is none.
+    """Build these queries' work before their windows, if there is any.
 
-    Only rows with work are named. If all queries of a class are present, it has as many queries as keys: plain causal.
+    It names only rows with work. If all queries in a class are present, it has as many queries as keys: plain causal.
     """
     back = reach(window, stride)
     queries: list[Tensor] = []
@@ -62,9 +62,9 @@ def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | No
     slices: list[AttentionSlice] = []
     q, k = 0, 0  # gathered rows so far
     for piece in pieces:
-        # Earlier queries see all of their class within the window already.
+        # Queries before ``back`` see their entire class within the window.
         first = max(piece.first_query, back)
-        # The first query of each class; a class is one run of gathered rows.
+        # Loop over each class's first query; a class is one run of gathered rows.
         for index in range(first, min(first + stride, piece.tokens)):
             query_indices = range(index, piece.tokens, stride)
             key_indices = range(index % stride, query_indices[-1] - back + 1, stride)
@@ -79,9 +79,9 @@ def strided_work(pieces: Iterable[Piece], window: int, stride: int) -> Work | No
 
 
 def strided_ahead(before: Work) -> Work:
-    """Return the work of the queries of complete documents ahead of their windows, for bidirectional attention.
+    """Build the work for complete documents' queries ahead of their windows, in bidirectional attention.
 
-    ``before`` is their work before the windows: queries and keys change places.
+    ``before`` is their work before the windows: queries and keys swap roles.
     """
     mirrored = [part.mirrored() for part in table_slices(before.slices)]
     return Work(before.key_rows, before.query_rows, slice_table(mirrored))
@@ -92,7 +92,7 @@ def _arange(indices: range) -> Tensor:
 
 
 def _newest(q_start: int, q_stop: int, k_start: int, k_stop: int, back: int, stride: int) -> AttentionSlice:
-    """Return the slice of a class's newest queries and its keys; the last of each are ``back`` tokens apart."""
-    # The offset solves stride·(i − j) + offset = back for the last rows, where i − j = apart.
+    """Build the slice between a class's newest queries and its keys; the last of each are ``back`` tokens apart."""
+    # The offset solves stride·(i − j) + offset = back at the last rows.
     apart = q_stop - k_stop
     return AttentionSlice(q_start, q_stop, k_start, k_stop, lo=apart, step=stride, offset=back - stride * apart)

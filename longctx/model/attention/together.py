@@ -1,7 +1,7 @@
-"""One token each of several sequences of one process: those in slots of one pool are attended to in one call.
+"""Plans for several sequences on one process: single tokens in slots of one pool share one kernel call.
 
-Axes: t tokens, n of them together, one a sequence, s rows of the longest sequence, H query heads, K key/value heads,
-D query/key head size, V value head size.
+Axes: t tokens, n of them in one call, one per sequence, s rows in the longest sequence, H query heads, K key/value
+heads, D query/key head size, V value head size.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from longctx.model.attention.slots import SLOT_TOKENS, Slot, SlotLayer, as_range
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Together:
-    """Plan for tokens of sequences that are in slots of one pool."""
+    """Plan for single tokens of sequences in one pool's slots."""
 
     kernel: CpuFlashKernel
     tokens: tuple[int, ...]
-    """Which of the pass's tokens they are, in the order of their slots."""
+    """Indices of these tokens in the pass, in slot order."""
     tokens_n: Tensor | None
-    """The same, to take them; None for all tokens in their order."""
+    """The same indices for ``index_select``; None if all tokens are taken in their order."""
     slots_n: Tensor
     slots: slice | Tensor
-    """The same, as a range where they are one: its rows are not copied."""
+    """The same slots, as a slice if they are consecutive: its rows are not copied."""
     rows_n: Tensor
-    """The rows of the new tokens in their slots."""
+    """Row of each new token in its slot."""
     longest: int
-    """Rows of the longest sequence, with its new token."""
+    """Rows in the longest sequence, including its new token."""
     bias_n11s: Tensor | None
-    """0 for rows of the token's own sequence, −inf for others; None where all are as long."""
+    """0 for rows in the token's own sequence, −inf after its end; None if all sequences are equally long."""
     value_dim: int
     values_in_keys: bool
 
     @classmethod
     def build(cls, kernel: CpuFlashKernel, shapes: AttentionShapes, chunks: Sequence[TokenChunk]) -> Together | None:
-        """Build the plan of single tokens with all earlier rows in their slots; None for fewer than two of them."""
+        """Plan single tokens that have all earlier rows in slots; return None for fewer than two or a longer chunk."""
         if any(chunk.num_tokens != 1 for chunk in chunks):
             return None
         in_slots = [
@@ -53,7 +53,7 @@ class Together:
             for token, chunk in enumerate(chunks)
             if isinstance(chunk.placement, Slot) and chunk.start < SLOT_TOKENS
         ]
-        # Of several pools one is served.
+        # One call reads one pool: the first sequence's.
         by_slot = sorted((slot.number, token) for slot, token in in_slots if slot.pool is in_slots[0][0].pool)
         if len(by_slot) < 2:
             return None
@@ -87,8 +87,8 @@ class Together:
         scores: Scores,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """Add these tokens to their caches, and return their output [1, n, H, V]."""
-        # Keys are stored first: a token sees itself.
+        """Add these tokens to their caches; return their output [1, n, H, V]."""
+        # Store keys first: a token sees itself.
         q_nHD, k_nKD, v_nKV = self._take(q_BtHD), self._take(k_BtKD), self._take(v_BtKV)
         pool, stored_nKV = pool_of([caches[token] for token in self.tokens]), None
         if not self.values_in_keys:
@@ -109,7 +109,7 @@ class Together:
 
 
 def pool_of(buffers: Sequence[LayerCache]) -> SlotLayer:
-    """Return the memory that all of these buffers are slots of, and count one more row in each."""
+    """Return the slot memory that all of these buffers share, and count one more row in each."""
     pool = buffers[0].slots
     assert pool is not None, "rows that are in no slot"
     for buffer in buffers:
@@ -118,19 +118,21 @@ def pool_of(buffers: Sequence[LayerCache]) -> SlotLayer:
     return pool
 
 
+# Sequences are served in three ways, fewest calls first: prompts of equal length as the rows of one batch (``Alike``),
+# single tokens in slots of one pool by one kernel call (``Together``), and the others by one call each (``EachAlone``).
 @dataclass(frozen=True, eq=False)
 class Alike:
-    """Plan of sequences that begin with equally many tokens, as the rows of one batch."""
+    """Plan for sequences that start with equally many tokens, as rows of one batch."""
 
     num_sequences: int
     of_batch: Any
-    """The core's own plan of the batch."""
+    """The core's own plan for the batch."""
 
     @classmethod
     def build(
         cls, core: PassCore, mask: AttentionMask, shapes: AttentionShapes, chunks: Sequence[TokenChunk]
     ) -> Alike | None:
-        """Build the plan of these chunks; None if their lengths differ, or if one follows cached tokens."""
+        """Plan these chunks as one batch; return None for unequal lengths, cached tokens, one token or one chunk."""
         lengths = {(chunk.start, chunk.num_tokens, chunk.later_tokens) for chunk in chunks}
         start, num_tokens, later_tokens = next(iter(lengths))
         if len(lengths) > 1 or start or num_tokens == 1 or len(chunks) == 1:
@@ -139,20 +141,20 @@ class Alike:
         return cls(len(chunks), core.plan(mask, replace(shapes, **batch), None))
 
     def rows(self, x_BtHX: Tensor) -> Tensor:
-        """View the tokens [1, t, H, X] of all sequences as rows of a batch."""
+        """View all sequences' tokens [1, t, H, X] as batch rows."""
         return x_BtHX.unflatten(1, (self.num_sequences, -1))[0]
 
 
 @dataclass(frozen=True, eq=False)
 class SequencesPlan:
-    """Plan that splits sequences into those attended to together and those attended to alone."""
+    """Plan that divides sequences into those computed together and those computed alone."""
 
     alike: Alike | None
-    """The plan of all of them, where they are alike; there is no other then."""
+    """Plan for all sequences if they are equally long; excludes the other fields."""
     together: Together | None
     alone: EachAlone | None
     order_t: Tensor | None
-    """Where each token's result is among those together and then alone; None where all are in order."""
+    """Position of each token's result among those together and then alone; None if all are in order."""
 
     @classmethod
     def build(
@@ -163,7 +165,7 @@ class SequencesPlan:
         chunks: Sequence[TokenChunk],
         together: Together | None,
     ) -> SequencesPlan:
-        """Build the plan of all sequences, of which some are together."""
+        """Plan all sequences, given those that are computed together."""
         alike = Alike.build(core, mask, shapes, chunks)
         if alike is not None:
             return cls(alike, None, None, None)
@@ -173,16 +175,16 @@ class SequencesPlan:
         others = [sequence for sequence in range(len(chunks)) if sequence not in tokens]
         alone = None
         if others:
-            # On one process a plan depends on lengths only.
+            # On one process a plan depends on lengths alone.
             alone = plan_alone(core, mask, shapes, chunks, others, has_placement=False)
         order_t = None
-        # If some are together, each sequence has one token.
+        # If some are together, each sequence has one token, so both are numbered the same way.
         if tokens + others != list(range(len(chunks))):
             order_t = torch.tensor(tokens + others).argsort()
         return cls(None, together, alone, order_t)
 
     def in_order(self, outs: Sequence[Tensor]) -> Tensor:
-        """Return the results of both parts, [1, t, H, V], in the order of the tokens."""
+        """Return the results from both parts, [1, t, H, V], in token order."""
         out = outs[0]
         if len(outs) > 1:
             out = torch.cat(list(outs), dim=1)

@@ -1,7 +1,7 @@
-"""Work: query rows, the key rows that they meet, and slices; dense, windowed and strided work have one form.
+"""Work: query rows, the key rows that they see, and slices; one form for dense, windowed and strided work.
 
-A process computes a list of entries over the same keys. The first covers every query row it is handed; the results of
-the others are merged into that one, in order.
+A process computes a list of entries over the same keys. The first covers every local query row; the others' results are
+merged into it, in order.
 
 Axes: B batch, t query rows, s key rows, H query heads, K key/value heads, D query/key head size, V value head size.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from longctx.kernels.attention.contract import Gradients, merge_
 
 Rows = slice | Tensor
-"""A contiguous range of rows, or an int64 index that gathers them in another order, each row at most once."""
+"""A contiguous row range, or an int64 index that gathers rows in another order, each row at most once."""
 
 EVERY_ROW = slice(None)
 
@@ -27,7 +27,8 @@ class Work(NamedTuple):
     query_rows: Rows
     key_rows: Rows
     slices: Tensor
-    """A table (``longctx/kernels/attention/slices.py``); rows count within ``query_rows`` and ``key_rows``."""
+    """Slice table (``longctx/kernels/attention/slices.py``); row indices are relative to ``query_rows`` and
+    ``key_rows``."""
 
 
 def attend_work(
@@ -37,11 +38,11 @@ def attend_work(
     work: Sequence[Work],
     forward: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Return output [B, t, H, V] and log-sum-exp [B, t, H] of all entries together, as the kernel gives them.
+    """Compute output [B, t, H, V] and log-sum-exp [B, t, H] over all entries, in the kernel's dtypes.
 
     ``forward(q, k, v, slices)`` is a kernel's, with its scores bound.
     """
-    # The first entry covers every row, so its result is the one that the others are merged into.
+    # The first entry covers every row, so the others merge into its result.
     out, lse = _forward_entry(q_BtHD, k_BsKD, v_BsKV, work[0], forward)
     for entry in work[1:]:
         entry_out, entry_lse = _forward_entry(q_BtHD, k_BsKD, v_BsKV, entry, forward)
@@ -59,16 +60,16 @@ def attend_work_backward(
     work: Sequence[Work],
     backward: Callable[..., Gradients],
 ) -> Gradients:
-    """Return the sum of the entries' gradients, given the *global* output and log-sum-exp of every query row.
+    """Sum the entries' gradients, given the *global* output and log-sum-exp for every query row.
 
     ``backward(dout, q, k, v, out, lse, slices)`` is a kernel's, with its scores bound. An entry adds to each row once,
-    so sums have one order.
+    so the summation order is fixed.
     """
     total: Gradients | None = None
     for query_rows, key_rows, slices in work:
         dout, q, out, lse = (_take(x, query_rows) for x in (dout_BtHV, q_BtHD, out_BtHV, lse_BtH))
         k, v = _take(k_BsKD, key_rows), _take(v_BsKV, key_rows)
-        # With the global log-sum-exp each entry's softmax weights are final: gradients of entries just add up.
+        # The global log-sum-exp makes each entry's softmax weights final: gradients just add up.
         part = backward(dout, q, k, v, out, lse, slices)
         if total is None:  # the first entry covers every row
             total = part
@@ -91,7 +92,7 @@ def _forward_entry(
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:
-    """Return the given rows: a view of a range, a copy of gathered ones."""
+    """Return the given rows: a view for a range, a copy for an index."""
     if rows is EVERY_ROW:
         return x
     if isinstance(rows, slice):
@@ -100,11 +101,11 @@ def _take(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _merge_rows_(out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge the result of some rows into that of all, in place."""
+    """Merge some rows' result into the total, in place."""
     if isinstance(rows, slice):
         merge_(out[:, rows], lse[:, rows], part_out, part_lse)
         return
-    # Gathered rows are copies: they are merged there and written back. No row occurs twice, so the copy has one order.
+    # Gathered rows are copies: merge there, then write back. No row occurs twice, so the result is deterministic.
     index = rows.to(out.device, non_blocking=True)
     row_out, row_lse = out.index_select(1, index), lse.index_select(1, index)
     merge_(row_out, row_lse, part_out, part_lse)
@@ -113,7 +114,7 @@ def _merge_rows_(out: Tensor, lse: Tensor, rows: Rows, part_out: Tensor, part_ls
 
 
 def _add_rows_(total: Tensor, rows: Rows, part: Tensor) -> None:
-    """Add the gradient of some rows to that of all, in place."""
+    """Add some rows' gradient to the total, in place."""
     if isinstance(rows, slice):
         total[:, rows] += part
     else:

@@ -1,4 +1,4 @@
-"""Attention of all tokens, a group of heads at a time, and its backward: for a layer's own and for cross attention."""
+"""Attention in chunked layers: all tokens, one head group at a time, with backward; for self and cross attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longctx.model.recompute import RecomputeCache
 
 
 class Projected(NamedTuple):
-    """Queries, keys and values of all tokens, or their gradients."""
+    """Queries, keys and values for all tokens, or their gradients."""
 
     q: ByGroups
     k: ByGroups
@@ -24,19 +24,22 @@ class Projected(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Result of attention for all tokens."""
+    """Attention's result for all tokens."""
 
     out: ByGroups
     caches: list[RecomputeCache]
-    """What backward needs besides, one a group of heads; none where there is no backward."""
+    """What backward needs in addition, one per head group; empty without a backward pass."""
 
 
 Attend = Callable[[int, Sequence[Tensor], RecomputeCache | None], Tensor]
-"""Attention of a group of heads, from its number, its queries, keys and values."""
+"""Attention for one head group, from its index, its queries, keys and values, and its cache."""
 
 
+# Head groups bound attention's memory (as UPipe does under Ulysses, arXiv 2602.21196). Each group runs the unchanged
+# core over all tokens with fewer heads, so its ring sends one group's keys, and all groups together send what one ring
+# would. Splitting attention at chunk borders would send all keys once per chunk.
 def attend_by_groups(store: ChunkStore, projected: Projected, attend: Attend, *, trains: bool, frees: bool) -> Attended:
-    """Attend, a group of heads at a time; with ``frees`` release the values once they are read."""
+    """Attend one head group at a time; with ``frees`` release values once they are read."""
     outs: list[Stored] = []
     caches: list[RecomputeCache] = []
     for group, qkv in enumerate(groups_in_turn(projected, frees=frees)):
@@ -57,20 +60,20 @@ def attend_backward(
     differentiate: Differentiate,
     attend: Attend,
 ) -> Projected:
-    """Return the gradients of queries, keys and values."""
+    """Compute the gradients for queries, keys and values."""
     groups = len(attended.caches)
     sums = [_GroupSums(store, of_kind, groups) for of_kind in projected]
     arriving = groups_in_turn([projected.q, projected.k, projected.v, dout], frees=True)
     for group, (cache, values) in enumerate(zip(attended.caches, arriving, strict=True)):
         dout_BtHV = values.pop()
-        # The cache has it.
+        # The cache holds this output too.
         attended.out.free(group, groups)
         with torch.enable_grad(), cache:
             inputs = leaves(values)
             out_BtHV = attend(group, inputs, cache)
-            # The cache returns the tensors that the core saved, so this computes no attention a second time.
+            # The cache returns the tensors that the core saved, so no attention is computed again.
             found = list(differentiate([out_BtHV], inputs, [dout_BtHV]))
-        # In the next group's turn only the gradients of this one are left, in the store.
+        # In the next group's turn only this group's gradients are left, in the store.
         values.clear()
         del inputs, out_BtHV, dout_BtHV
         for of_kind in sums:
@@ -79,7 +82,7 @@ def attend_backward(
 
 
 class _GroupSums:
-    """Gradients of queries, keys or values: those of groups that read one place are added up."""
+    """Gradients for queries, keys or values, summed over groups that read one place."""
 
     def __init__(self, store: ChunkStore, values: ByGroups, groups: int) -> None:
         self.stored: list[Stored] = []
@@ -87,14 +90,14 @@ class _GroupSums:
         self._total: Stored | None = None
 
     def add(self, group: int, gradient: Tensor) -> None:
-        """Add the gradient of a group; groups come in order."""
+        """Add a group's gradient; groups come in order."""
         assert gradient is not None, "a core's backward owes q, k and v a gradient each"
         dtype, total = gradient.dtype, gradient
         if self._total is not None:
-            # The sum belongs to this object alone, so it may be written to.
+            # This object owns the sum, so it may be written to.
             total, self._total = self._total.whole().wait().add_(gradient), None
         if self._values.is_last(group, self._groups):
             self.stored.append(self._store.put(total.to(dtype)))
         else:
-            # In float32 it would be the largest tensor beside the next group's backward, so it waits in the store.
+            # A float32 sum would be the largest tensor next to the next group's backward, so it waits in the store.
             self._total = self._store.put(total.to(accumulate_dtype(dtype), copy=total is gradient))

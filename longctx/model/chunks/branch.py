@@ -1,11 +1,6 @@
-"""A second residual stream that begins where another one ends, a chunk of tokens at a time.
+"""A second residual stream that starts where another one ends, one token chunk at a time.
 
-    forward     chunks: join(norm(x), y)                ->  the values of the branch; x goes on to the head
-    backward    chunks: norm and join again, backward   ->  the gradient of y, and x's share besides the head's
-
-The head writes its gradient in the place of x, so the branch keeps x of its own.
-
-Axes: B rows, t tokens of this rank, c of a chunk, M model width.
+Axes: B rows, t tokens of this rank, c tokens in a chunk, M model width.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from longctx.model.chunks.store import Stored, in_turn
 from longctx.model.chunks.stream import ResidualStream
 
 Join = Callable[[Tensor, Tensor], Tensor]
-"""The branch's first values, from the stream's behind its norm, and from those that enter beside them."""
+"""Computes the branch's first values from the stream's normed values and those that enter beside them."""
 
 
 def branch_off(
@@ -35,7 +30,7 @@ def branch_off(
     join: Join,
     weights: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Begin a branch behind the last layer of a stream; return the stream's handle and the branch's.
+    """Start a branch after a stream's last layer; return the stream's handle and the branch's.
 
     ``weights`` are those that ``norm`` and ``join`` read. The stream's handle must go on to a function that gives it a
     gradient.
@@ -43,6 +38,10 @@ def branch_off(
     return _BranchOff.apply(handle, entering_BtM, _Branch(stream, branch, norm, join), *weights)
 
 
+# The head writes its gradient over x, so the branch keeps its own x.
+#
+#     forward     chunks: join(norm(x), y)                ->  the branch's values; x goes on to the head
+#     backward    chunks: norm and join again, backward   ->  y's gradient, and x's in addition to the head's
 class _Branch:
     """One branch in one forward pass and its backward."""
 
@@ -52,10 +51,10 @@ class _Branch:
         """The stream's values, and those that entered."""
 
     def forward(self, entering_BtM: Tensor, *, trains: bool) -> None:
-        """Set the first values of the branch."""
+        """Compute the branch's first values."""
         store, chunks, num_tokens = self.stream.store, self.stream.chunks, self.stream.num_tokens
         x = self.stream.take_values()
-        # The stream goes on from where it is.
+        # The stream continues with the same values.
         self.stream.values = x
         first: Stored | None = None
         kept: Stored | None = None
@@ -71,13 +70,13 @@ class _Branch:
             self.kept = [kept, store.put(entering_BtM)]
 
     def backward(self, differentiate: Differentiate) -> Tensor:
-        """Add the branch's share to the stream's gradient; return the gradient of the entering values."""
+        """Add the branch's share to the stream's gradient; return the entering values' gradient."""
         x, entering = self.kept
         self.kept = []
         dfirst, dx = self.branch.take_gradient(), self.stream.take_gradient()
         dentering: Stored | None = None
         for tokens, (dfirst_BcM, dx_BcM, x_BcM, entering_BcM) in in_turn(self.stream.chunks, [dfirst, dx, x, entering]):
-            # Computing the norm and the join again costs less than keeping the values that their backward reads.
+            # Recomputing norm and join costs less than keeping the values that their backward reads.
             with torch.enable_grad():
                 inputs = leaves([x_BcM, entering_BcM])
                 own_BcM, entering_BcM = differentiate([self._first(inputs[0], inputs[1])], inputs, [dfirst_BcM])
@@ -95,12 +94,12 @@ class _Branch:
 
 
 class _BranchOff(torch.autograd.Function):
-    """Autograd function of both handles, so that in backward the head's gradient precedes the branch's."""
+    """Autograd function over both handles, so that the head's gradient precedes the branch's in backward."""
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, entering_BtM: Tensor, branch: _Branch, *weights: Tensor):
         ctx.branch = branch
-        # Saved although the branch knows them: autograd notices when one was written to in between.
+        # Saved although the branch holds them: autograd detects an in-place write in between.
         ctx.save_for_backward(*weights)
         branch.forward(entering_BtM, trains=any(ctx.needs_input_grad))
         return handle.new_empty(0), handle.new_empty(0)

@@ -1,12 +1,4 @@
-"""Cross attention of a layer that processes its tokens by chunks.
-
-forward     chunks: attention added, norm, projection  ->  queries
-            the full source: projections               ->  keys, values
-            head groups: attention                     ->  heads' outputs
-backward    head groups: attention's backward
-            chunks: the queries' backward              ->  more of the gradients of the layer's input and of attention
-            the full source: its projections'          ->  its gradient
-"""
+"""Cross attention in a layer that processes its tokens by chunks."""
 
 from __future__ import annotations
 
@@ -26,8 +18,16 @@ from longctx.model.mixers.cross import CrossCall
 from longctx.model.recompute import RecomputeCache
 
 
+# Parts, and their results over all tokens:
+#
+#     forward     chunks: attention added, norm, projection  ->  queries
+#                 the full source: projections               ->  keys, values
+#                 head groups: attention                     ->  heads' outputs
+#     backward    head groups: attention's backward
+#                 chunks: the queries' backward              ->  added to the layer input's and attention's gradients
+#                 the full source: its projections'          ->  its gradient
 class ChunkedCross:
-    """Cross attention of one layer in one forward pass and its backward."""
+    """One layer's cross attention in one forward pass and its backward."""
 
     def __init__(self, stream: ResidualStream, parts: LayerParts, call: CrossCall, *, trains: bool) -> None:
         assert isinstance(parts.block, CrossBlock), "a layer that reads no source"
@@ -35,7 +35,7 @@ class ChunkedCross:
         self.block: CrossBlock = parts.block
 
     def forward(self, x: Stored, attended: Attended) -> Attended:
-        """Compute cross attention from the layer's input and its own attention's output."""
+        """Compute cross attention from the layer's input and its self attention's output."""
         projected = self._project(x, attended, self.call.source.hidden_BsM.detach())
         return attend_by_groups(self.stream.store, projected, self._attend, trains=self.trains, frees=True)
 
@@ -49,10 +49,10 @@ class ChunkedCross:
         douts: Sequence[ByGroups],
         differentiate: Differentiate,
     ) -> None:
-        """Add the gradient through cross attention's queries to ``dx`` and to that of attention's output.
+        """Add the gradient through cross attention's queries to ``dx`` and to self attention's output gradient.
 
-        ``douts`` are the gradients of both attentions' outputs. The gradient through keys and values is added to that
-        of the source, a leaf that ``differentiate`` knows, and of the weights.
+        ``douts`` holds both attentions' output gradients. The gradient through keys and values is added to the
+        source's, a leaf that ``differentiate`` knows, and to the weights'.
         """
         stream = self.stream
         projected = self._project(x, attended, source_BsM.detach())
@@ -65,21 +65,21 @@ class ChunkedCross:
                 more_dx, more_dheads = differentiate([q_BcHD], inputs, [dq_BcHD])
             dx.write(tokens, more_dx.add_(dx_BcM))
             douts[0].write(tokens, more_dheads.add_(dheads_BcHV))
-        # Its chunks are gone by now: only the source's backward is left, once for all of them.
+        # The chunks are freed by now: only the source's backward is left, once for all of them.
         with torch.enable_grad():
             differentiate(self.block.source_keys(source_BsM), [], [dk.whole().wait(), dv.whole().wait()])
 
     def _attend(self, group: int, qkv: Sequence[Tensor], cache: RecomputeCache | None) -> Tensor:
-        # Its scores are the same for all heads.
+        # All heads have the same scores.
         return self.call.core(*qkv, plan=self.call.plan, scores=self.call.scores, recompute_cache=cache)
 
     def _queries(self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice) -> Tensor:
-        """Return the queries of a chunk, of all heads."""
+        """Compute a chunk's queries for all heads."""
         draws, run = self.parts.draws_of(tokens), self.parts.call.run
         return run(CrossBlock.before_cross, self.block, x_BcM, heads_BcHV, draws, False)[1]
 
     def _project(self, x: Stored, attended: Attended, source_BsM: Tensor) -> Projected:
-        """Return queries of the tokens, keys and values of the source."""
+        """Project the tokens to queries, and the source to keys and values."""
         stream, q = self.stream, None
         for tokens, (x_BcM, heads_BcHV) in in_turn(stream.chunks, [x, attended.out]):
             q_BcHD = self._queries(x_BcM, heads_BcHV, tokens)
@@ -87,7 +87,7 @@ class ChunkedCross:
             q.write(tokens, q_BcHD)
         assert q is not None
         sides: list[ByGroups] = []
-        # All of the source is here, as the encoder left it: its keys and values are cut by heads only.
+        # The source is complete here, as the encoder left it: its keys and values are split by heads only.
         for x_BsKD in self.block.source_keys(source_BsM):
             groups = x_BsKD.chunk(groups_of(x_BsKD.shape[2], stream.head_groups), dim=2)
             sides.append(ByGroups([stream.store.put(group.contiguous()) for group in groups]))

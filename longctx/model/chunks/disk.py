@@ -1,4 +1,4 @@
-"""Store of a layer by chunks on a disk: memory holds only the chunks that are being computed."""
+"""Disk store for chunked layers: memory holds only the chunks that are being computed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from longctx.model.copies import Copies, FromHost, HostTensor, Leaving, Mark, of
 from longctx.swap_file import SwapFile
 
 _UNDER_WAY = 4
-"""Pieces that may be on their way to the disk: older ones are waited for, which bounds the memory that they take."""
+"""Writes in flight: older ones are waited for, which bounds their memory."""
 
 
 class Disk:
     """``SwapFile`` that reuses its places once they are no longer read."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the file; raise OSError if the folder cannot be written."""
+        """Open the file; raise OSError if the directory cannot be written."""
         self.file = SwapFile(folder)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="store")
-        """One after another: a piece is written before it is read."""
+        """A single thread, so that a piece is written before it is read."""
         self._leaving: deque[Future[None]] = deque()
         self._written: dict[str, Future[None]] = {}
         """The last write to each place."""
@@ -44,9 +44,9 @@ class Disk:
         self._free[num_bytes].append(place)
 
     def write(self, place: str, parts: Sequence[Tensor], ready: Callable[[], None]) -> None:
-        """Start to write memory of the host, part after part, once ``ready`` returns.
+        """Start to write host memory, part after part, once ``ready`` returns.
 
-        Raise OSError if the write of an earlier piece failed.
+        Raise OSError if an earlier piece's write failed.
         """
         written = self._written[place] = self.worker.submit(self._write, place, parts, ready)
         self._leaving.append(written)
@@ -54,11 +54,11 @@ class Disk:
             self._leaving.popleft().result()
 
     def reader(self, place: str) -> Callable[[Sequence[Tensor]], None]:
-        """Return a function that reads the place, as it is written so far, into parts of the host's memory.
+        """Return a function that reads the place's present contents into host memory parts.
 
-        It runs in the worker, and raises OSError if the place could not be read, or not written.
+        It runs in the worker, and raises OSError if the place could not be read or written.
         """
-        # Now: a write of the place that is submitted later would wait in the worker behind this very read.
+        # Looked up now: a later write would wait in the worker behind this very read, which would wait for it.
         written = self._written[place]
 
         def read(parts: Sequence[Tensor]) -> None:
@@ -76,15 +76,15 @@ class Disk:
 
 @cache
 def disk_in(folder: str) -> Disk:
-    """Return this process's file in the folder."""
+    """Return this process's file in the directory."""
     return Disk(Path(folder))
 
 
 class DiskStore:
-    """Store of values on a disk; a thread reads and writes them while others are computed."""
+    """Store on a disk; a thread reads and writes values while others are computed."""
 
     def __init__(self, disk: Disk, copies: Copies, chunks: Sequence[slice]) -> None:
-        """Create the store; values of all tokens are read in these ``chunks``, or all at once."""
+        """Create the store; values for all tokens are read in these ``chunks``, or all at once."""
         self.disk, self.copies, self.chunks = disk, copies, chunks
         self.leaving = Leaving(copies)
 
@@ -109,7 +109,7 @@ class OnDisk:
     def __init__(self, store: DiskStore, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[slice]) -> None:
         self._store, self._shape, self._dtype, self._pieces = store, shape, dtype, pieces
         self._places: dict[int, tuple[int, str]] = {}
-        """First token of a piece -> (bytes, place)."""
+        """Maps a piece's first token to (bytes, place)."""
 
     def write(self, tokens: slice, x: Tensor) -> None:
         store, x = self._store, x.contiguous()
@@ -134,7 +134,7 @@ class OnDisk:
         return self.whole().wait()
 
     def _bring(self, tokens: slice, pieces: Sequence[slice]) -> FromDisk:
-        """Start to bring the values of some tokens, in these pieces, to the device."""
+        """Start to fetch some tokens' values, in these pieces, to the device."""
         values = torch.empty(
             of_tokens(self._shape, tokens.stop - tokens.start), dtype=self._dtype, device=self._store.copies.device
         )
@@ -145,16 +145,16 @@ class OnDisk:
         return FromDisk(self._store, values, readers)
 
     def __del__(self) -> None:
-        # Pending reads of these places are done before another piece is written to them.
+        # The worker finishes pending reads of these places before it writes other pieces to them.
         for num_bytes, place in self._places.values():
             self._store.disk.give_back(num_bytes, place)
 
 
 class FromDisk:
-    """Values on their way from a disk."""
+    """Values being read from a disk."""
 
     def __init__(self, store: DiskStore, values: Tensor, readers: Sequence[tuple[Tensor, Callable]]) -> None:
-        # From here: computation while the disk is read does not use the memory of these values.
+        # Marked here: computation during the read does not use the memory for these values.
         computed = store.copies.computed()
         self._job: Future[FromHost] = store.disk.worker.submit(_bring, store.copies, values, readers, computed)
 
@@ -173,7 +173,7 @@ def _bring(copies: Copies, values: Tensor, readers: Sequence[tuple[Tensor, Calla
             mark = host.copy_to(part, tokens, computed)
         elif part.is_contiguous():
             read([part])
-        else:  # of several rows
+        else:  # several rows
             rows = torch.empty_like(part, memory_format=torch.contiguous_format)
             read([rows])
             part.copy_(rows)
@@ -181,4 +181,4 @@ def _bring(copies: Copies, values: Tensor, readers: Sequence[tuple[Tensor, Calla
 
 
 def _nothing() -> None:
-    """Return at once: values in the host's memory already need no wait."""
+    """Return at once: values in host memory need no wait."""

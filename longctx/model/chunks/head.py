@@ -1,6 +1,6 @@
-"""The final norm, the head and the loss, a chunk of tokens at a time, without forming all hidden states.
+"""Last norm, head and loss, one token chunk at a time, without all hidden states at once.
 
-Axes: B rows, t tokens of this rank, c of a chunk, M model width, V vocabulary.
+Axes: B rows, t tokens of this rank, c tokens in a chunk, M model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def chunked_loss_sums(
     targets_Bt: Tensor,
     calls: HeadCalls,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``loss_sums`` of the residual stream behind the last layer; its last ``norm`` is applied here."""
+    """Compute ``loss_sums`` for the residual stream after the last layer; its last ``norm`` is applied here."""
     head = ChunkedHead(stream, norm, targets_Bt, calls, trains=torch.is_grad_enabled())
     return _HeadLoss.apply(handle, head, weight_VM, bias_V, *head.norm_weights)
 
 
 class ChunkedHead:
-    """Loss of one forward pass, and the gradients of its sum."""
+    """One forward pass's loss, and the gradients of its sum."""
 
     def __init__(
         self,
@@ -54,14 +54,14 @@ class ChunkedHead:
         self.dweight_VM: Tensor | None = None
         self.dbias_V: Tensor | None = None
         self.hidden: Stored | None = None
-        """What the head read, if the weight's gradient is summed by rows in backward."""
+        """The head's inputs, if backward sums the weight's gradient by rows."""
         self.softmax: list[Tensor] = []
-        """Of each chunk, for the same."""
+        """One per chunk, for the same case."""
 
     def forward(self, weight_VM: Tensor, bias_V: Tensor | None) -> Tensor:
-        """Return both sums [2] in float64. The gradient takes the place of the residual stream."""
+        """Compute both sums [2] in float64. The gradient replaces the residual stream."""
         stream, trains_weight = self.stream, self.trains and weight_VM.requires_grad
-        # A sum of all rows may be the largest tensor of a run; that of some needs their logits a second time.
+        # A sum over all rows may be a run's largest tensor; summing some rows at a time needs their logits twice.
         by_rows = trains_weight and bias_V is None and is_summed_by_rows(weight_VM.numel())
         wanted = (self.trains, trains_weight and not by_rows)
         sums = torch.zeros(2, dtype=torch.float64, device=weight_VM.device)
@@ -70,7 +70,7 @@ class ChunkedHead:
             with torch.set_grad_enabled(self.trains):
                 x_BcM = x_BcM.detach().requires_grad_(self.trains)
                 hidden_BcM = self._hidden(x_BcM)
-            # Without a graph: this computes the loss's gradients itself, and the norm's graph waits for them.
+            # Detached: the loss computes its gradients itself, and the norm's graph waits for them.
             computed = self.calls.loss(
                 hidden_BcM.detach().flatten(0, 1),
                 targets_N=self.targets_Bt[:, tokens].flatten(),
@@ -92,7 +92,7 @@ class ChunkedHead:
         return sums
 
     def gradient_by_rows(self, weight_VM: Tensor, factor: Tensor) -> Tensor | None:
-        """Return the weight's gradient times ``factor``, computed by blocks of rows; None if forward has its sum."""
+        """Compute the weight's gradient times ``factor``, by row blocks; return None if forward has summed it."""
         if self.hidden is None:
             return None
         hidden, self.hidden = self.hidden, None
@@ -111,7 +111,7 @@ class ChunkedHead:
         return gradient_by_rows(weight_VM, sum_of)
 
     def scale_gradient(self, factor: Tensor) -> None:
-        """Multiply the gradient of the residual stream."""
+        """Multiply the residual stream's gradient by ``factor``."""
         dx = self.stream.take_gradient()
         for tokens, (dx_BcM,) in in_turn(self.stream.chunks, [dx]):
             dx.write(tokens, (dx_BcM * factor).to(dx_BcM.dtype))
@@ -133,7 +133,7 @@ class ChunkedHead:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Autograd function of the loss: forward also computes the gradients, as in ``loss_sums``; backward scales them."""
+    """Autograd function for the loss: forward also computes gradients, as in ``loss_sums``; backward scales them."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx.head, ctx.weight_dtype = head, weight_VM.dtype
         by_rows = None if head.hidden is None else weight_VM
         ctx.save_for_backward(by_rows, head.dweight_VM, head.dbias_V, *head.norm_sums.results())
-        # Held by the graph only, which releases it before the layers' backward: it may be the largest tensor of all.
+        # Only the graph holds it, and releases it before the layers' backward: it may be the largest tensor of all.
         head.dweight_VM = None
         ctx.mark_non_differentiable(sums[1])
         return sums

@@ -1,7 +1,7 @@
-"""``ByGroups``: values of all tokens and heads, each group of heads in a place of its own.
+"""ByGroups: values for all tokens and heads, with a separate place per head group.
 
 Chunks are read and written with all their heads, groups with all their tokens. Keys and values may have fewer heads
-than groups; then neighbouring groups read one place.
+than there are groups; neighbouring groups then read one place.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from longctx.model.experts.dispatch import Ready
 
 
 class ByGroups:
-    """Values [B, t, H, …] of all heads, or their gradients."""
+    """Values [B, t, H, …] for all heads, or their gradients."""
 
     def __init__(self, groups: Sequence[Stored]) -> None:
-        """Set the groups, each of equally many neighbouring heads, in order."""
+        """Set the groups in order, each with equally many adjacent heads."""
         self._groups: list[Stored | None] = list(groups)
 
     @classmethod
     def empty(cls, store: ChunkStore, num_tokens: int, like: Tensor, groups: int) -> ByGroups:
-        """Create places for ``num_tokens`` tokens; ``like`` [B, c, H, …] are the values of a few."""
+        """Create places for ``num_tokens`` tokens; ``like`` [B, c, H, …] holds a few tokens' values."""
         return cls([store.empty(num_tokens, part) for part in like.chunk(groups_of(like.shape[2], groups), dim=2)])
 
     def write(self, tokens: slice, x: Tensor) -> None:
-        """Set the values [B, c, H, …] of some tokens."""
+        """Write some tokens' values [B, c, H, …]."""
         for group, part in zip(self._groups, x.chunk(len(self._groups), dim=2), strict=True):
             _there(group).write(tokens, part)
 
     def fetch(self, tokens: slice) -> _AllHeads:
-        """Start to bring the values of some tokens to the device."""
+        """Start to fetch some tokens' values to the device."""
         return _AllHeads([_there(group).fetch(tokens) for group in self._groups])
 
     def whole(self) -> _AllHeads:
-        """Start to bring all values to the device."""
+        """Start to fetch all values to the device."""
         return _AllHeads([_there(group).whole() for group in self._groups])
 
     def group(self, number: int, groups: int) -> Arriving:
-        """Start to bring the values [B, t, h, …] that group ``number`` of ``groups`` reads to the device."""
+        """Start to fetch the values [B, t, h, …] that group ``number`` of ``groups`` reads."""
         return _there(self._groups[self._place(number, groups)]).whole()
 
     @property
     def num_places(self) -> int:
-        """Number of places, including those given back."""
+        """Number of places, including released ones."""
         return len(self._groups)
 
     def is_last(self, number: int, groups: int) -> bool:
@@ -55,7 +55,7 @@ class ByGroups:
         return self._place(number, groups) != self._place(number + 1, groups)
 
     def free(self, number: int, groups: int) -> None:
-        """Give back the place that group ``number`` of ``groups`` has read, if no later group reads it."""
+        """Release the place that group ``number`` of ``groups`` has read, if no later group reads it."""
         if self.is_last(number, groups):
             self._groups[self._place(number, groups)] = None
 
@@ -64,7 +64,7 @@ class ByGroups:
 
 
 class _AllHeads:
-    """Values on their way, group by group."""
+    """Values in flight, group by group."""
 
     def __init__(self, groups: Sequence[Arriving]) -> None:
         self._groups = groups
@@ -77,15 +77,15 @@ class _AllHeads:
 
 
 def groups_in_turn(values: Sequence[ByGroups], *, frees: bool) -> Iterator[list[Tensor]]:
-    """Yield the values [B, t, h, …] of each group on the device, while the next group's are on their way.
+    """Yield each group's values [B, t, h, …] on the device, while the next group's are in flight.
 
-    A place that several groups read is fetched once. With ``frees`` it is given back when its values are here.
+    A place that several groups read is fetched once. With ``frees`` it is released once its values are received.
     """
     groups = max(of_all.num_places for of_all in values)
     arriving: list[Arriving] = [of_all.group(0, groups) for of_all in values]
     for number in range(groups):
         arrived = [group.wait() for group in arriving]
-        # The arrived values are held only here.
+        # Pending results hold their values too: drop them here.
         arriving.clear()
         for of_all in values:
             if frees:

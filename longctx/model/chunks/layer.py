@@ -1,16 +1,4 @@
-"""One decoder layer, a chunk of its tokens at a time.
-
-    forward     chunks: norm, projections        ->  queries, keys, values
-                head groups: attention           ->  heads' outputs
-                chunks: projection, FFN          ->  the layer's output
-    backward    chunks: FFN again, its backward  ->  gradients of the heads' outputs
-                chunks: projections again        ->  queries, keys, values
-                head groups: attention's backward
-                chunks: projections' backward    ->  the gradient of the layer's input
-
-Values of all tokens, which pass between these lines, are in a store. On the device are those of one chunk, or of one
-group of heads. Attention is the same core with the same schedule as for a layer without chunks, with fewer heads.
-"""
+"""One decoder layer, one token chunk at a time."""
 
 from __future__ import annotations
 
@@ -38,13 +26,13 @@ from longctx.model.recompute import RecomputeCache
 from longctx.model.rotary import RotaryTable
 
 _KEPT_OF_EXPERTS: dict[Keep, Keep] = {"all": "attention", "attention": "attention", "inputs": "inputs"}
-"""A chunk is computed again in any case."""
+"""Backward recomputes a chunk in any case, so "all" keeps no more here than "attention"."""
 
 
 def chunked_layer(
     stream: ResidualStream, block: Block, handle: Tensor, table: RotaryTable | None, call: Call
 ) -> tuple[Tensor, ...]:
-    """Run the stream through a layer; return the next handle and the router's statistics (a dense layer has none)."""
+    """Run the stream through a layer; return the next handle, followed by router statistics if it has experts."""
     parts = LayerParts(block, table, call, stream.num_tokens)
     layer = ChunkedLayer(stream, parts, trains=torch.is_grad_enabled())
     bias, table_NH, source_BsM = call.scores.relative_bias, None, None
@@ -56,7 +44,7 @@ def chunked_layer(
 
 
 class _Layer(torch.autograd.Function):
-    """Autograd function of the layer; each weight is an argument and gets its gradient once, after the last chunk."""
+    """Autograd function for the layer; each weight is an argument and gets its gradient once, after the last chunk."""
 
     @staticmethod
     def forward(
@@ -69,7 +57,7 @@ class _Layer(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.layer = layer
         ctx.set_materialize_grads(False)
-        # Saved although the layer knows them: autograd notices when one was written to in between.
+        # Saved although the layer holds them: autograd detects an in-place write in between.
         ctx.save_for_backward(table_NH, source_BsM, *weights)
         stats = layer.forward()
         if stats:
@@ -82,7 +70,7 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dhandle: Tensor, *dstats: Tensor | None):  # type: ignore[override]
         inputs = list(ctx.saved_tensors)
-        # Inputs that are not weights of the layer have a history, which the layer must not go through.
+        # The bias table and the source have a history, which the layer's own graphs must not enter.
         for number in range(2):
             if inputs[number] is not None:
                 inputs[number] = inputs[number].detach().requires_grad_()
@@ -96,12 +84,24 @@ class _Layer(torch.autograd.Function):
 
 
 def _with_table(scores: Scores, table_NH: Tensor | None) -> Scores:
-    """Return the scores with this table of a learned bias, if they have one."""
+    """Return the scores with this learned bias table, if they have one."""
     if scores.relative_bias is None or table_NH is None:
         return scores
     return replace(scores, relative_bias=replace(scores.relative_bias, table_NH=table_NH))
 
 
+# A layer by chunks, with activations in a store (compare FPDT, arXiv 2408.16978). Results on the right cover all tokens
+# and are in the store, so the device holds one chunk, or one head group.
+#
+#     forward     chunks: norm, projections        ->  queries, keys, values
+#                 head groups: attention           ->  heads' outputs
+#                 chunks: projection, FFN          ->  the layer's output
+#     backward    chunks: FFN again, its backward  ->  gradients of the heads' outputs
+#                 chunks: projections again        ->  queries, keys, values
+#                 head groups: attention's backward
+#                 chunks: projections' backward    ->  the gradient of the layer's input
+#
+# Attention uses the same core and schedule as without chunks, with fewer heads per call.
 class ChunkedLayer:
     """One layer in one forward pass and its backward."""
 
@@ -117,10 +117,10 @@ class ChunkedLayer:
             self.cross = ChunkedCross(stream, parts, parts.call.cross, trains=trains)
         self.crossed: Attended | None = None
         self.routing: list[RecomputeCache] = []
-        """Of each chunk: its tokens go to the same experts in both runs."""
+        """One per chunk: its tokens go to the same experts in both runs."""
 
     def forward(self) -> list[Tensor]:
-        """Run the residual stream through the layer; return the router's statistics."""
+        """Run the residual stream through the layer; return the router statistics."""
         x = self.stream.take_values()
         projected = self._project(x)
         attended = self._attend(projected, frees=self.keep != "all")
@@ -142,12 +142,12 @@ class ChunkedLayer:
         source_BsM: Tensor | None,
         after_core: Sequence[Tensor],
     ) -> None:
-        """Run the gradient of the residual stream back through the layer; ``source_BsM`` is a leaf, if there is one."""
+        """Run the residual stream's gradient back through the layer; ``source_BsM`` is a leaf, if there is a source."""
         x, projected, attended, crossed = self.x, self.projected, self.attended, self.crossed
         # Used values make room for the next ones.
         self.x = self.projected = self.attended = self.crossed = None
         assert x is not None, "a second backward pass through one graph"
-        # The only way to keep in which the ring runs a second time.
+        # Only with keep="inputs": the ring runs a second time.
         if attended is None:
             projected = projected or self._project(x)
             attended = self._attend(projected, frees=False)
@@ -155,7 +155,7 @@ class ChunkedLayer:
         dx, douts = self._finish_backward(x, _outs(attended, crossed), dstats, differentiate)
         if self.cross is not None and crossed is not None and source_BsM is not None:
             self.cross.backward(x, attended, crossed, source_BsM, dx, douts, differentiate)
-        # After the FFN's backward, so that its memory and theirs do not add up. Of it the gradients are left.
+        # Projections follow the FFN's backward, so that their memory does not add up; only its gradients are left.
         differentiate.sums.finish(after_core)
         projected = projected or self._project(x)
         attend = partial(self._attend_own, scores=scores)
@@ -179,7 +179,7 @@ class ChunkedLayer:
         return self.parts.attend(group, qkv, scores or self.parts.call.scores, cache)
 
     def _cross(self, x: Stored, attended: Attended) -> Attended | None:
-        """Compute cross attention; return None in a layer without it."""
+        """Compute cross attention, if the layer has it."""
         if self.cross is None:
             return None
         return self.cross.forward(x, attended)
@@ -188,7 +188,7 @@ class ChunkedLayer:
         return attend_by_groups(self.store, projected, self._attend_own, trains=self.trains, frees=frees)
 
     def _finish(self, x: Stored, outs: Sequence[ByGroups]) -> tuple[Stored, list[Tensor]]:
-        """Return the layer's output, and the router's statistics."""
+        """Compute the layer's output and the router statistics."""
         y: Stored | None = None
         stats: list[Tensor] = []
         experts = _admitted(self.parts, self.chunks, x, outs[0])
@@ -206,7 +206,7 @@ class ChunkedLayer:
     def _finish_backward(
         self, x: Stored, outs: Sequence[ByGroups], dstats: Sequence[Tensor | None], differentiate: Differentiate
     ) -> tuple[Stored, list[ByGroups]]:
-        """Return the gradients of the layer's input, except those through attention, and of attention's outputs."""
+        """Compute gradients for the layer's input, except those through attention, and for the attention outputs."""
         # Each chunk of the output's gradient makes room for the input's.
         dx = self.stream.take_gradient()
         douts: list[ByGroups] = []
@@ -214,7 +214,7 @@ class ChunkedLayer:
         for cache, (tokens, (dy_BcM, x_BcM, *heads)) in zip(self.routing, arriving, strict=True):
             with torch.enable_grad(), cache:
                 inputs = leaves([x_BcM, *heads])
-                # The cache has the tokens' experts.
+                # The cache holds the tokens' expert ids.
                 outputs = self.parts.finish(inputs[0], inputs[1:], tokens, self.parts.call.experts, cache)
                 dx_BcM, *dheads = differentiate(outputs, inputs, [dy_BcM, *dstats])
             dx.write(tokens, dx_BcM)
@@ -232,14 +232,14 @@ class ChunkedLayer:
                 inputs = leaves([x_BcM])
                 outputs = self.parts.project(inputs[0], tokens, only_graph=True)
                 (through_attention,) = differentiate(outputs, inputs, [dq, dk, dv])
-            # The tensor is not used elsewhere.
+            # In place: the tensor is not used elsewhere.
             dx.write(tokens, through_attention.add_(dx_BcM))
 
     def _empty_by_groups(self, like: Tensor) -> ByGroups:
         return ByGroups.empty(self.store, self.stream.num_tokens, like, self.stream.head_groups)
 
     def _new_routing(self) -> RecomputeCache | None:
-        """Create the cache of the next chunk's experts; None without training."""
+        """Create the cache for the next chunk's routing; return None without training."""
         if not self.trains:
             return None
         self.routing.append(RecomputeCache(_KEPT_OF_EXPERTS[self.keep], self.store.put, by_chunks=True))
@@ -247,14 +247,13 @@ class ChunkedLayer:
 
 
 def _outs(attended: Attended, crossed: Attended | None) -> list[ByGroups]:
-    """Return the outputs of both attentions of a layer."""
     if crossed is None:
         return [attended.out]
     return [attended.out, crossed.out]
 
 
 def _admitted(parts: LayerParts, chunks: Sequence[slice], x: Stored, out: ByGroups) -> MoECall:
-    """Return the call of the experts. If they have a capacity, all tokens choose before the first is dispatched."""
+    """Build the experts' arguments; with a capacity all tokens choose before the first is dispatched."""
     call = parts.call.experts
     if not parts.admits_together:
         return call

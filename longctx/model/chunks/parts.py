@@ -1,6 +1,6 @@
-"""``LayerParts``: the computations of a layer for a chunk of its tokens, or for a group of its heads.
+"""LayerParts: a layer's computations for one token chunk, or for one head group.
 
-Axes: B rows, c tokens of a chunk, M model width, H query heads, D head size, V value head size, k experts a token.
+Axes: B rows, c tokens in a chunk, M model width, H query heads, D head size, V value head size, k experts per token.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from longctx.model.recompute import RecomputeCache
 from longctx.model.rotary import RotaryTable
 
 _AFTER_CORE = ("mlp.", "self_attn.o_proj.", "self_attn.out_proj.", "self_attn.gate_proj.", "self_attn.in_proj_z.")
-"""Beginnings of the names of parameters that only the part of a block behind its core reads."""
+"""Name prefixes for parameters that only a block's part after its core reads."""
 
 
 class LayerParts:
-    """Parts of one layer in one forward pass."""
+    """One layer's parts in one forward pass."""
 
     def __init__(self, block: Block, table: RotaryTable | None, call: Call, num_tokens: int) -> None:
-        """Set up the parts; ``num_tokens`` tokens of each row are this rank's."""
+        """Set up the parts; this rank has ``num_tokens`` tokens per row."""
         self.block, self.table, self.call, self.num_tokens = block, table, call, num_tokens
         self.draws = call.draws()
         names = [name for name, _ in block.named_parameters()]
         self.weights_after_core = [number for number, name in enumerate(names) if name.startswith(_AFTER_CORE)]
-        """Numbers of the block's parameters that attention's backward adds nothing to."""
+        """Indices of the block's parameters to which attention's backward adds no gradient."""
 
     def project(self, x_BcM: Tensor, tokens: slice, *, only_graph: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of a chunk, of all heads; with ``only_graph`` for their backward only."""
+        """Compute a chunk's queries, keys and values for all heads; with ``only_graph`` for their backward only."""
         table = self.table
         if table is not None:
             table = table.of_tokens(tokens)
         return self.call.run(Block.before_core, self.block, x_BcM, table, False, only_graph)
 
     def attend(self, group: int, qkv: Sequence[Tensor], scores: Scores, cache: RecomputeCache | None) -> Tensor:
-        """Compute attention of one group of heads, for all tokens."""
+        """Compute attention for one head group, over all tokens."""
         q, k, v = qkv
         heads = slice(group * q.shape[2], (group + 1) * q.shape[2])
         return self.call.core(
@@ -56,7 +56,7 @@ class LayerParts:
 
     @property
     def admits_together(self) -> bool:
-        """True if all tokens must have chosen their experts before the first of them is dispatched."""
+        """True if all tokens must choose their experts before the first one is dispatched."""
         return isinstance(self.block.mlp, MixtureOfExperts) and self.call.experts.capacity is not None
 
     def choose_experts(self, x_BcM: Tensor, heads_BcHV: Tensor, tokens: slice) -> Tensor:
@@ -74,9 +74,9 @@ class LayerParts:
         experts: MoECall,
         cache: RecomputeCache | None,
     ) -> tuple[Tensor, ...]:
-        """Return the layer's output for a chunk, and the router's statistics; ``experts`` is the call for all tokens.
+        """Compute a chunk's layer output and router statistics; ``experts`` holds the arguments for all tokens.
 
-        ``heads`` [B, c, H, V] are attention's, followed by those of cross attention if there is any.
+        ``heads`` [B, c, H, V] are self attention's, followed by cross attention's if the layer has it.
         """
         again = cache is not None and cache.recomputing
         call = replace(self.call, experts=experts.of_tokens(tokens, self.num_tokens), only_graph=again)
@@ -86,13 +86,13 @@ class LayerParts:
         return self.block.finish(x_BcM, heads[-1], draws, call, cache)
 
     def draws_of(self, tokens: slice) -> Draws:
-        """Return the dropout draws of the residual sums for a chunk."""
+        """Return a chunk's dropout draws for the residual sums."""
         attention, ffn, cross = (None if draw is None else draw.of_tokens(tokens) for draw in self.draws)
         return attention, ffn, cross
 
 
 class WeightSums:
-    """Gradients of some weights, summed in float32 (float64 for float64) and rounded once."""
+    """Gradients for some weights, summed in float32 (float64 for float64) and rounded once."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = weights
@@ -100,20 +100,20 @@ class WeightSums:
         self._finished: set[int] = set()
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add one chunk's gradient of each weight, None for a weight it does not use. The tensors are taken over."""
+        """Add one chunk's gradients, None for unused weights. This object takes ownership of the tensors."""
         for n, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             assert n not in self._finished, "a gradient for a weight whose sum was finished"
             total = self._sums[n]
-            # The first one becomes the sum: no zeros are allocated for weights that no chunk meets.
+            # The first one becomes the sum: no zeros are allocated for weights that no chunk uses.
             if total is None:
                 self._sums[n] = gradient.to(accumulate_dtype(gradient.dtype))
             else:
                 total += gradient
 
     def finish(self, weights: Sequence[Tensor]) -> None:
-        """Round the sums of weights to which nothing is added any more: they take half the memory."""
+        """Round the sums for weights that get no further gradients: they take half the memory."""
         finished = set(map(id, weights))
         for n, (weight, total) in enumerate(zip(self._weights, self._sums, strict=True)):
             if id(weight) in finished and total is not None:
@@ -121,7 +121,7 @@ class WeightSums:
                 self._finished.add(n)
 
     def results(self) -> list[Tensor | None]:
-        """Return the gradients in the dtypes of the weights; None for a weight to which nothing was added."""
+        """Return the gradients in the weights' dtypes; None for a weight without contributions."""
         results = []
         for weight, total in zip(self._weights, self._sums, strict=True):
             if total is not None:
@@ -131,8 +131,10 @@ class WeightSums:
         return results
 
 
+# ``torch.autograd.grad`` fills no ``.grad`` and runs no hook. The layer's autograd function returns the sums over
+# chunks as its own gradients, so that ZeRO reduces each weight once, as without chunks.
 class Differentiate:
-    """Callable that differentiates parts of a layer, and sums the gradients of its weights over all calls."""
+    """Callable that differentiates a layer's parts, and sums the weight gradients over all calls."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights, self.sums = list(weights), WeightSums(weights)
@@ -140,9 +142,9 @@ class Differentiate:
     def __call__(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> Sequence[Tensor]:
-        """Return the gradients of ``inputs``, all of which affect the outputs; None in ``gradients`` is no gradient."""
+        """Compute gradients for ``inputs``, all of which affect the outputs; entries in ``gradients`` may be None."""
         differentiable, known = [], []
-        # Autograd refuses outputs without a graph, such as the ids of experts.
+        # Autograd rejects outputs without a graph, such as expert ids.
         for output, gradient in zip(outputs, gradients, strict=True):
             if gradient is not None and output.requires_grad:
                 differentiable.append(output)
@@ -153,5 +155,5 @@ class Differentiate:
 
 
 def leaves(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same values as inputs of a graph of their own."""
+    """Detach the values as leaves of a new graph."""
     return [x.detach().requires_grad_() for x in values]

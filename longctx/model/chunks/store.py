@@ -1,9 +1,4 @@
-"""Stores of a layer by chunks for the values of all its tokens: on the device, or in the host's memory.
-
-A layer computes with one chunk of its tokens at a time, and between its parts all chunks' values are in a store. While
-a chunk is computed, the next one's values are on their way to the device and those of the one before on their way
-back.
-"""
+"""Stores for a chunked layer's values over all its tokens: on the device, or in host memory."""
 
 from __future__ import annotations
 
@@ -17,43 +12,45 @@ from longctx.model.copies import Copies, FromHost, HostTensor, Leaving, of_token
 from longctx.model.experts.dispatch import Pending, Ready
 
 Arriving = Pending[Tensor]
-"""Values [B, c, …] on their way to the device; they are read and not written to."""
+"""Values [B, c, …] in flight to the device; read-only."""
 
 
 class Stored(Protocol):
-    """Values of all tokens of this rank, [B, t, …]."""
+    """Values for all tokens of this rank, [B, t, …]."""
 
     def write(self, tokens: slice, x: Tensor) -> None:
-        """Set the values of some tokens [B, c, …]. The tensor is taken over: it must not be written to any more."""
+        """Set some tokens' values [B, c, …]. The store takes ownership: the tensor must not be written to again."""
         ...
 
     def fetch(self, tokens: slice) -> Arriving:
-        """Start to bring the values of some tokens to the device."""
+        """Start to fetch some tokens' values to the device."""
         ...
 
     def whole(self) -> Arriving:
-        """Start to bring the values of all tokens to the device."""
+        """Start to fetch all tokens' values to the device."""
         ...
 
 
 class ChunkStore(Protocol):
-    """Factory of places for the values of all tokens."""
+    """Factory for places that hold values for all tokens."""
 
     def empty(self, num_tokens: int, like: Tensor) -> Stored:
-        """Create a place for ``num_tokens`` tokens that are read all at once; ``like`` [B, c, …] are a few of them."""
+        """Create a place for ``num_tokens`` tokens that are read all at once; ``like`` [B, c, …] holds some of them."""
         ...
 
     def empty_chunks(self, num_tokens: int, like: Tensor) -> Stored:
-        """Create a place for values that are read in the chunks in which they are written."""
+        """Create a place for values that are read in the same chunks in which they are written."""
         ...
 
     def put(self, x: Tensor) -> Stored:
-        """Store the values x [B, t, …] of all tokens, which are on the device."""
+        """Store values x [B, t, …] for all tokens, which are on the device."""
         ...
 
 
+# Double buffering: while a chunk is computed, the next chunk's values are in flight to the device and the previous
+# chunk's results on their way back.
 def in_turn(chunks: Sequence[slice], stored: Sequence[Stored]) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield each chunk with its values on the device, while the next one's are on their way."""
+    """Yield each chunk with its values on the device, while the next chunk's are in flight."""
     arriving = [values.fetch(chunks[0]) for values in stored]
     for number, tokens in enumerate(chunks):
         arrived = [values.wait() for values in arriving]
@@ -70,7 +67,7 @@ class PutOnce:
         self._put: list[tuple[Tensor, Stored]] = []
 
     def put(self, x: Tensor) -> Stored:
-        """Store the values x of all tokens."""
+        """Store values x for all tokens."""
         for earlier, stored in self._put:
             if _are_one(earlier, x):
                 return stored
@@ -79,7 +76,7 @@ class PutOnce:
         return stored
 
     def forget(self) -> None:
-        """Release the references to the tensors that were put."""
+        """Release the references to tensors that were put."""
         self._put.clear()
 
 
@@ -91,7 +88,7 @@ def _are_one(x: Tensor, y: Tensor) -> bool:
 
 
 class DeviceStore:
-    """Store of values on the device."""
+    """Store on the device."""
 
     def empty(self, num_tokens: int, like: Tensor) -> InOnePlace:
         return InOnePlace(like.new_empty(of_tokens(like.shape, num_tokens)))
@@ -104,16 +101,16 @@ class DeviceStore:
 
 
 class OnDevice:
-    """Values of all tokens on the device, as they were computed, without copies and waits."""
+    """Values for all tokens on the device, as they were computed, without copies or waits."""
 
     def __init__(self, whole: Tensor | None) -> None:
-        """Set all values (``whole``), of which chunks may be replaced; None if there are only chunks."""
+        """Set all values (``whole``), which chunks may replace; None if there are only chunks."""
         self._whole = whole
         self._chunks: dict[int, Tensor] = {}
-        """First token of a chunk -> its values."""
+        """Maps a chunk's first token to its values."""
 
     def write(self, tokens: slice, x: Tensor) -> None:
-        # A part of a larger tensor would keep all of it alive.
+        # A part of a larger tensor would keep all its memory alive.
         if x.untyped_storage().nbytes() > x.nbytes:
             x = x.clone(memory_format=torch.contiguous_format)
         self._chunks[tokens.start] = x
@@ -123,7 +120,7 @@ class OnDevice:
     def fetch(self, tokens: slice) -> Ready[Tensor]:
         if tokens.start in self._chunks:
             return Ready(self._chunks[tokens.start])
-        # This happens if a core gives none of q, k and v a gradient.
+        # Reached if a core's backward returns no gradient for q, k and v.
         assert self._whole is not None, "nothing was written there: a core's backward owes q, k and v a gradient each"
         return Ready(self._whole[:, tokens])
 
@@ -142,7 +139,7 @@ class OnDevice:
 
 
 class InOnePlace:
-    """Values of all tokens on the device, in one tensor."""
+    """Values for all tokens on the device, in one tensor."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
@@ -158,7 +155,7 @@ class InOnePlace:
 
 
 class HostMemory:
-    """Store of values in the host's memory, page-locked for a GPU, with copies that overlap its computation."""
+    """Store in host memory, page-locked for a GPU, with copies that overlap its computation."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies, self.leaving = copies, Leaving(copies)
@@ -175,7 +172,7 @@ class HostMemory:
 
 
 class InHostMemory:
-    """Values of all tokens in the host's memory."""
+    """Values for all tokens in host memory."""
 
     def __init__(self, store: HostMemory, host: HostTensor) -> None:
         self._store, self._host = store, host

@@ -1,7 +1,7 @@
-"""``ResidualStream``: the residual stream between layers that process their tokens by chunks.
+"""ResidualStream: the residual stream between layers that process their tokens by chunks.
 
-It is not a tensor that autograd sees. Its values, and in backward its gradient, are in a store; layers pass on a
-*handle*, a tensor without values, which puts the layers' backward passes in order.
+Autograd does not see it as a tensor. Its values, and in backward its gradient, are in a store; layers pass on a
+*handle*, an empty tensor that puts their backward passes in order.
 """
 
 from __future__ import annotations
@@ -23,29 +23,32 @@ from longctx.model.copies import Copies
 from longctx.model.training_pass import Execution
 
 
+# Why a handle: if a stream on the host or a disk were a tensor, autograd would add up its gradients there and wait for
+# copies. An empty tensor keeps the layers' order, and ZeRO-3's hooks find a tensor on both sides of each block.
+# Invariant: ``values`` and ``gradient`` have one owner at a time, so a layer may overwrite what it has taken.
 @dataclass(eq=False)
 class ResidualStream:
-    """Residual stream of one forward pass, and its division into chunks and head groups."""
+    """One forward pass's residual stream, and its split into chunks and head groups."""
 
     store: ChunkStore
     chunks: Sequence[slice]
-    """Of this rank's tokens, in order."""
+    """Token ranges on this rank, in order."""
     num_tokens: int
     head_groups: int = 1
-    """Heads go through attention in so many groups, one after another."""
+    """Number of head groups that go through attention one after another."""
     values: Stored | None = None
-    """The residual stream behind the last layer that has run forward."""
+    """Residual stream after the last layer that has run forward."""
     gradient: Stored | None = None
-    """Its gradient before the last layer that has run backward."""
+    """Gradient before the last layer that has run backward."""
 
     def take_values(self) -> Stored:
-        """Return the residual stream that a layer reads, which is then the caller's only."""
+        """Return the residual stream that a layer reads; the caller then owns it."""
         assert self.values is not None, "no residual stream has entered"
         values, self.values = self.values, None
         return values
 
     def take_gradient(self) -> Stored:
-        """Return the gradient of a layer's output, which is then the caller's only."""
+        """Return a layer's output gradient; the caller then owns it."""
         if self.gradient is None:
             raise ConfigError(
                 "layers by chunks keep what one backward pass reads, and this is a second one through the same graph. "
@@ -55,20 +58,20 @@ class ResidualStream:
         return gradient
 
     def branch(self) -> ResidualStream:
-        """Return another, empty stream of these tokens."""
+        """Return another, empty stream for these tokens."""
         return replace(self, values=None, gradient=None)
 
     def enter(self, x_BtM: Tensor) -> Tensor:
-        """Begin with these values; return the handle for the first layer."""
+        """Start with these values; return the handle for the first layer."""
         return _Enter.apply(x_BtM, self)
 
     def leave(self, handle: Tensor) -> Tensor:
-        """Return the residual stream [B, t, M] behind the last layer."""
+        """Return the residual stream [B, t, M] after the last layer."""
         return _Leave.apply(handle, self)
 
 
 def new_stream(execution: Execution, tokens_Bt: Tensor) -> ResidualStream | None:
-    """Create the residual stream of these tokens; None if layers do not use chunks (``Execution.chunk_tokens``)."""
+    """Create the residual stream for these tokens; None if layers do not use chunks (``Execution.chunk_tokens``)."""
     if not execution.chunk_tokens:
         return None
     num_tokens = tokens_Bt.shape[1]
@@ -82,9 +85,10 @@ def new_stream(execution: Execution, tokens_Bt: Tensor) -> ResidualStream | None
 
 
 def split_tokens(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    """Split tokens into chunks of at most ``chunk_tokens``, equal in size up to one token; one chunk for no tokens."""
+    """Split tokens into chunks of at most ``chunk_tokens``, equal in size up to one token; one chunk for 0 tokens."""
     count = max(1, math.ceil(num_tokens / chunk_tokens))
-    # A short last chunk would take a device as long as a full one, and one token a compiled graph of its own.
+    # A short last chunk would take a device as long as a full one, and a single token would need its own compiled
+    # graph.
     starts = [number * num_tokens // count for number in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(starts)]
 

@@ -1,9 +1,6 @@
-"""Tables of a row for each id of the vocabulary: their gradients, some rows at a time.
+"""Gradients for tables with a row per vocabulary id, some rows at a time.
 
-In float32 the gradient of a large vocabulary may be the largest tensor of a run. If it is summed some rows at a time,
-only these are in float32, and all chunks of tokens are read once for each range of rows.
-
-Axes: B rows of a batch, t tokens of this rank, c of a chunk, M model width, V vocabulary, v some rows of the table.
+Axes: B batch rows, t tokens of this rank, c tokens in a chunk, M model width, V vocabulary, v table rows.
 """
 
 from __future__ import annotations
@@ -23,17 +20,19 @@ from longctx.model.chunks.stream import ResidualStream
 from longctx.model.layers.linear import Embedding
 
 SUMMED_VALUES = 1 << 25
-"""Values of a table whose gradient is summed at once, in float32: 128 MiB."""
+"""Table values that are summed at once, in float32: 128 MiB."""
 
 
 def is_summed_by_rows(num_values: int) -> bool:
-    """Return whether the gradient of a table of ``num_values`` values is summed some rows at a time."""
+    """Return whether the gradient for a table with ``num_values`` values is summed some rows at a time."""
     return num_values > 2 * SUMMED_VALUES
 
 
+# In float32 a large vocabulary's gradient may be a run's largest tensor. Summed some rows at a time, only these are in
+# float32, and each row range reads all token chunks once.
 def gradient_by_rows(weight_VM: Tensor, sum_of: Callable[[slice], Tensor]) -> Tensor:
-    """Return the gradient of a table, of which ``sum_of`` returns a range of rows [v, M]."""
-    # Each row is written once, so the full gradient needs no sum in float32.
+    """Build a table's gradient from ``sum_of``, which returns a row range [v, M]."""
+    # Each row is written once, so the full gradient needs no float32 sum.
     gradient_VM = torch.empty_like(weight_VM)
     V, M = weight_VM.shape
     for rows in row_tiles(V, max(1, SUMMED_VALUES // M)):
@@ -42,14 +41,13 @@ def gradient_by_rows(weight_VM: Tensor, sum_of: Callable[[slice], Tensor]) -> Te
 
 
 class TokenTable(Embedding):
-    """Embedding of tokens, with which a residual stream may begin."""
+    """Token embedding that can start a residual stream."""
 
     def forward(self, input: Tensor, stream: ResidualStream | None = None, factor: Tensor | None = None) -> Tensor:
-        """Return the rows [B, t, M] of tokens [B, t].
+        """Return the table rows [B, t, M] for tokens [B, t].
 
-        With a ``stream``, begin it with the rows, times ``factor`` if there is one, and return its handle for the first
-        layer. Then neither the rows of all tokens nor their gradients are on the device at a time, unless the stream's
-        store is there.
+        With a ``stream``, start it with the rows, times ``factor`` if given, and return its handle for the first layer.
+        Then neither all tokens' rows nor their gradients are on the device at once, unless the stream's store is there.
         """
         if stream is None:
             return super().forward(input)
@@ -88,13 +86,13 @@ class _EnterRows(torch.autograd.Function):
 
 
 def _sum_of_rows(chunks: Iterator[tuple[Tensor, Tensor]], rows: slice, weight_VM: Tensor) -> Tensor:
-    """Return the gradient of a range of rows [v, M], from the ids of each chunk and the gradients of their rows."""
+    """Sum the gradient for a row range [v, M], from each chunk's ids and row gradients."""
     v, dtype = rows.stop - rows.start, accumulate_dtype(weight_VM.dtype)
     total_vM = weight_VM.new_zeros(v, weight_VM.shape[1], dtype=dtype)
     for ids_Bc, dx_BcM in chunks:
         ids_Bc = ids_Bc - rows.start
-        # Ids of other rows count as padding, which the operator ignores: the shapes depend on no value, and it adds in
-        # one order on every device.
+        # Ids in other rows count as padding, which the operator ignores: shapes depend on no value, and it adds in one
+        # order on every device.
         ids_Bc = ids_Bc.where((ids_Bc >= 0) & (ids_Bc < v), v)
         part = torch.ops.aten.embedding_dense_backward(dx_BcM.to(dtype), ids_Bc, v + 1, v, False)
         total_vM += part[:v]

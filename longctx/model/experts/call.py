@@ -1,7 +1,7 @@
-"""Inputs of the experts of one layer: weights, tokens and options, the same for a CPU and an accelerator.
+"""Inputs to one layer's experts: weights, tokens and options, the same on a CPU and an accelerator.
 
-Axes: S tokens that arrived, k experts a token, M model width, F FFN width of one expert (gate and up together: 2F),
-e experts of this process.
+Axes: S received tokens, k experts per token, M model width, F FFN width of one expert (gate and up together: 2F), e
+local experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from longctx.model.experts.dispatch import ExpertRun
 
 
 class Weights(NamedTuple):
-    """Parameters of this process's experts, not views of them."""
+    """This process's expert parameters themselves, not views."""
 
     gate_up_eFM: Tensor
     down_eMF: Tensor
@@ -24,18 +24,18 @@ class Weights(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens on the process of their experts."""
+    """Tokens on their experts' process."""
 
     x_SM: Tensor
     gates_Sk: Tensor
     experts_Sk: Tensor
-    """Ids that count from this process's first expert; negative where an assignment has no expert here."""
+    """Ids relative to this process's first expert; negative if an assignment has no local expert."""
     num_assignments: int | None
-    """Assignments that have their expert here; None where only the device knows."""
+    """Assignments with a local expert; None if only the device knows."""
 
 
 class Needs(NamedTuple):
-    """Flags of the gradients that are needed."""
+    """Which gradients are needed."""
 
     x: bool
     gates: bool
@@ -47,27 +47,27 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ExpertsCall:
-    """Options of one call of a layer's experts: everything but its tensors."""
+    """Options for one call to a layer's experts: everything but its tensors."""
 
     activation: str
     run: ExpertRun
     without_backward: bool = False
-    """Whether it is certain that no backward pass follows."""
+    """True if certainly no backward pass follows."""
     only_graph: bool = False
-    """Whether only the graph is wanted, for backward, and nobody reads the result."""
+    """True if only the graph is needed, for backward, and the result is never read."""
 
 
 def saved_widths(recompute: str, weights: Weights, *, in_blocks: bool) -> tuple[int, ...]:
-    """Return the widths of the tensors that forward saves for backward, [assignments, width] in x's dtype.
+    """Return the widths of tensors that forward saves for backward, each [assignments, width] in x's dtype.
 
-    They are gate and up; the activation times the gate; x. ``recompute`` is one of ``dispatch.RECOMPUTE``.
+    They are gate and up; the activation times the router gate; x. ``recompute`` is one of ``dispatch.RECOMPUTE``.
     """
     M, F = weights.down_eMF.shape[1:]
     if recompute == "all":
         return ()
     if recompute == "activation":
         return (2 * F,)
-    # blocks find all inputs of the activation in the cache: saving its result would gain nothing
+    # Blocks find the activation's inputs in the cache: saving its result would gain no time.
     if in_blocks:
         return (2 * F, M)
     return (2 * F, F, M)

@@ -1,10 +1,7 @@
-"""Experts on a CPU: one block of an expert's assignments at a time, in buffers that every block uses again.
+"""Experts on a CPU: single-expert blocks of assignments, in buffers that every block reuses.
 
-The buffers stay in the cache. Tensors of all assignments would need new pages again and again.
-
-Axes: S tokens that arrived, k experts a token, R assignments in the order of their experts, n assignments of a block
-(and rows of zeros after them, if products are formed in bfloat16), M model width, F FFN width of one expert (gate
-and up together: 2F), e experts of this process.
+Axes: S received tokens, k experts per token, R assignments in expert order, n assignments in a block (and zero rows
+after them for bfloat16 matmuls), M model width, F FFN width of one expert (gate and up together: 2F), e local experts.
 """
 
 from __future__ import annotations
@@ -24,8 +21,11 @@ from longctx.model.experts.gradient_sum import WeightGradients
 from longctx.model.layers.mlp import gated, gated_backward
 
 
+# Block by block: the buffers stay in the cache, and tensors for all assignments would need new pages in every call.
+# Blocks run in expert order and add to their tokens one after another, so results repeat to the bit. Gates are applied
+# before the down projection, so backward needs no expert outputs.
 def forward_blocks(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
-    """Compute Σ over a token's experts here of gate · expert(x).
+    """Compute Σ gate · expert(x) over each token's local experts.
 
     Return the sums [S, M] in float32 (float64 for float64), and the tensors that ``call.run.recompute`` saves for
     backward.
@@ -39,14 +39,14 @@ def forward_blocks(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple
     saved = chunks.allocate()
     out_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
     for expert, block in blocks:
-        # the first product, whose result backward begins with
+        # The first matmul: backward starts from its result.
         of_block = chunks.of(saved, block)
         x_nM = blocks.gather("x", x_SM, block)
         if len(of_block) == 2:
             of_block[1].copy_(blocks.own(x_nM, block))
         gate_up_nF = _gate_up(blocks, x_nM, weights, expert, block, of_block)
 
-        # the gate of the token enters before the second product, where it costs F factors a token and not M
+        # The gate enters before the second matmul, at F multiplications per token instead of M.
         gates_n1 = blocks.gates(block)
         inner_nF = blocks.buffer("inner", block, F)
         _activate(call.activation, gate_up_nF, gates_n1, into=inner_nF)
@@ -68,9 +68,9 @@ def backward_blocks(
     gradients: WeightGradients,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor]:
-    """Compute the gradients of x [S, M], in float32 (float64 for float64), and of the gates [S, k].
+    """Compute the gradients for x [S, M], in float32 (float64 for float64), and for the gates [S, k].
 
-    Those of the weights are added to ``gradients``. ``saved`` are the tensors of ``forward_blocks``, freed on the way.
+    Weight gradients are added to ``gradients``. ``saved`` holds the tensors from ``forward_blocks``, freed on the way.
     """
     x_SM = tokens.x_SM
     M, F = weights.down_eMF.shape[1:]
@@ -81,13 +81,13 @@ def backward_blocks(
         dx_SM = torch.zeros(x_SM.shape, dtype=accumulate_dtype(x_SM.dtype))
     dgates_R = torch.empty(len(blocks.order_R), dtype=tokens.gates_Sk.dtype)
     for expert, block in blocks:
-        # tensors that earlier blocks saved are freed for the weights' gradients
+        # Free earlier blocks' saved tensors: weight gradients take their memory.
         chunks.free_before(saved, block)
         of_block = chunks.of(saved, block)
         gates_n1 = blocks.gates(block)
         gate_up_nF = _saved_gate_up(blocks, tokens, weights, expert, block, of_block)
 
-        # through the second product and the activation
+        # Through the second matmul and the activation.
         dy_nM = blocks.gather("dy", dout_SM, block)
         dinner_nF = blocks.buffer("dinner", block, F)
         torch.mm(dy_nM, blocks.weight("down", weights.down_eMF, expert), out=dinner_nF)
@@ -99,7 +99,7 @@ def backward_blocks(
         if weights.down_bias_eM is not None:
             dgates_R[block] += blocks.own((dy_nM * weights.down_bias_eM[expert]).sum(-1), block)
 
-        # the weights, while their inputs are in the cache
+        # Weight gradients, while their inputs are in the cache.
         if gradients.down is not None:
             gradients.down.add_outer(expert, dy_nM, inner_nF)
         if gradients.down_bias is not None:
@@ -109,12 +109,12 @@ def backward_blocks(
         if gradients.gate_up is not None:
             gradients.gate_up.add_outer(expert, dgate_up_nF, _saved_x(blocks, x_SM, block, of_block))
 
-        # through the first product
+        # Through the first matmul.
         if dx_SM is not None:
             dx_nM = blocks.buffer("dx", block, M)
             torch.mm(dgate_up_nF, blocks.weight("gate_up", weights.gate_up_eFM, expert), out=dx_nM)
             blocks.add_to_tokens(dx_SM, dx_nM, block)
-    # from the order of the experts to that of the tokens; exactly 0 if a gate has no expert here
+    # From expert order to token order; exactly 0 if a gate has no local expert.
     dgates_Sk = torch.zeros_like(tokens.gates_Sk, memory_format=torch.contiguous_format)
     dgates_Sk.view(-1)[blocks.order_R] = dgates_R
     return dx_SM, dgates_Sk
@@ -153,14 +153,14 @@ def _row_times_matrix(weight_OI: Tensor, x_I: Tensor, *, out: Tensor) -> None:
 
 
 def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
-    """Compute ``forward_blocks`` for a few tokens, as in decoding: one product for all experts, nothing saved.
+    """Compute ``forward_blocks`` for a few tokens, as in decoding: one matmul for all experts, no saved tensors.
 
-    Blocks of two or three tokens would have more calls than work.
+    Blocks with two or three tokens would have more calls than work.
     """
     if tokens.x_SM.shape[0] == 1:
         return _forward_token(tokens, weights, call), []
     k, wide = tokens.experts_Sk.shape[1], accumulate_dtype(tokens.x_SM.dtype)
-    # By NumPy: PyTorch's operators take longer to call than so few numbers take to sort.
+    # NumPy sorts so few numbers faster than a PyTorch operator is called.
     ids = tokens.experts_Sk.flatten().numpy()
     order = ids.argsort(kind="stable")
     # Ids below 0 are no experts, and come first.
@@ -174,10 +174,10 @@ def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Te
     gates_R1 = tokens.gates_Sk.flatten().index_select(0, choice_R).unsqueeze(-1)
     y_RM = _forward_sorted(tokens.x_SM.index_select(0, token_R), gates_R1, counts, ends_e, weights, call)
     if num_missing:
-        # In the order of the experts, as blocks are added.
+        # Added in expert order, as blocks are.
         out_SM = torch.zeros(tokens.x_SM.shape, dtype=wide)
         return out_SM.index_add_(0, token_R, y_RM.to(wide)), []
-    # Gathered and summed if every choice is an expert: adding to rows takes ten times as long as reading them.
+    # If every choice has a local expert: adding to rows takes ten times as long as reading them.
     row_of_choice = np.empty_like(order)
     row_of_choice[order] = np.arange(len(order))
     return y_RM.index_select(0, torch.from_numpy(row_of_choice)).view(-1, k, y_RM.shape[1]).sum(1, dtype=wide), []
@@ -186,7 +186,7 @@ def forward_few(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Te
 def _forward_sorted(
     x_RM: Tensor, gates_R1: Tensor, counts: np.ndarray, ends_e: Tensor, weights: Weights, call: ExpertsCall
 ) -> Tensor:
-    """Return gate · expert(x) of assignments in the order of their experts, [R, M]; ``counts`` has their numbers."""
+    """Compute gate · expert(x) for assignments in expert order, [R, M]; ``counts`` has the number per expert."""
     products = call.run.products
     gate_up_RF = grouped_rows(x_RM, weights.gate_up_eFM.mT, ends_e, products=products)
     if weights.gate_up_bias_eF is not None:
@@ -202,7 +202,7 @@ def _forward_sorted(
 def _gate_up(
     blocks: Blocks, x_nM: Tensor, weights: Weights, expert: int, block: slice, of_block: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Return gate and up before the activation, [n, 2F]; also write them to the block's saved tensor."""
+    """Compute gate and up before the activation, [n, 2F]; also write them to the block's saved tensor."""
     saved_nF: Tensor | None = None
     if of_block:
         saved_nF = of_block[0]
@@ -221,27 +221,27 @@ def _gate_up(
 def _saved_gate_up(
     blocks: Blocks, tokens: Tokens, weights: Weights, expert: int, block: slice, of_block: Sequence[Tensor]
 ) -> Tensor:
-    """Return gate and up as they were saved, or recomputed to the same bits."""
+    """Return gate and up as saved, or recomputed to the same bits."""
     width, dtype = weights.gate_up_eFM.shape[1], tokens.x_SM.dtype
     if of_block:
         return blocks.filled("gate and up", of_block[0], block)
     out_nF = _gate_up(blocks, blocks.gather("x", tokens.x_SM, block), weights, expert, block)
     if dtype == blocks.dtype:
         return out_nF
-    # rounded to x's dtype as saving does, so that recomputation changes no bit
+    # Rounded to x's dtype as saving does, so that recomputation changes no bit.
     rounded_nF = blocks.buffer("rounded", block, width, dtype).copy_(out_nF)
     return out_nF.copy_(rounded_nF)
 
 
 def _saved_x(blocks: Blocks, x_SM: Tensor, block: slice, of_block: Sequence[Tensor]) -> Tensor:
-    """Return the block's tokens as they were saved, or gathered again."""
+    """Return the block's tokens as saved, or gather them again."""
     if len(of_block) < 2:
         return blocks.gather("x", x_SM, block)
     return blocks.filled("x", of_block[1], block)
 
 
 def _activate(activation: str, gate_up_nF: Tensor, gates_n1: Tensor, *, into: Tensor) -> None:
-    """Write activation · gate of the token to ``into``."""
+    """Write the activation times the router gate to ``into``."""
     gate_nF, up_nF = gate_up_nF.chunk(2, dim=-1)
     if activation == "swiglu":
         torch.ops.aten.silu.out(gate_nF, out=into).mul_(up_nF)
@@ -270,13 +270,13 @@ def _activate_backward(
 
 
 def _swiglu_backward(dinner_nF: Tensor, gate_up_nF: Tensor, gates_n1: Tensor, *, inner: Tensor, into: Tensor) -> Tensor:
-    """Compute ``_activate_backward`` of silu(gate) · up without allocation: every result has its buffer."""
+    """Compute ``_activate_backward`` for silu(gate) · up without allocation: every result has its buffer."""
     gate_nF, up_nF = gate_up_nF.chunk(2, dim=-1)
     dgate_nF, dup_nF = into.chunk(2, dim=-1)
-    # silu(gate), which is up's gradient but for the factors below
+    # silu(gate), which is up's gradient except for the factors below.
     torch.ops.aten.silu.out(gate_nF, out=dup_nF)
     torch.mul(dup_nF, up_nF, out=inner)
-    # the gate's gradient is taken before the gate enters; a sum of F terms, in float32 at least
+    # The router gate's gradient uses values before the gate enters; F terms are summed in float32 at least.
     sum_dtype = accumulate_dtype(dinner_nF.dtype)
     if dinner_nF.dtype == sum_dtype:
         dgates_n = torch.linalg.vecdot(dinner_nF, inner)
@@ -284,7 +284,7 @@ def _swiglu_backward(dinner_nF: Tensor, gate_up_nF: Tensor, gates_n1: Tensor, *,
         dgates_n = (dinner_nF * inner).sum(-1, dtype=sum_dtype)
     inner.mul_(gates_n1)
     dinner_nF.mul_(gates_n1)
-    # dinner serves up first, then becomes the gradient of silu(gate)
+    # dinner serves up first, then becomes silu(gate)'s gradient.
     dup_nF.mul_(dinner_nF)
     dinner_nF.mul_(up_nF)
     torch.ops.aten.silu_backward.grad_input(dinner_nF, gate_nF, grad_input=dgate_nF)

@@ -1,7 +1,7 @@
-"""Experts on an accelerator: all assignments at once, in grouped products.
+"""Experts on an accelerator: all assignments at once, in grouped matmuls.
 
-Axes: S tokens that arrived, k experts a token, R assignments in the order of their experts, M model width, F FFN width
-of one expert (gate and up together: 2F), e experts of this process; I and O are the widths of one product.
+Axes: S received tokens, k experts per token, R assignments in expert order, M model width, F FFN width of one expert
+(gate and up together: 2F), e local experts; I and O are one matmul's widths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longctx.model.layers.mlp import gated, gated_backward
 
 
 def forward_grouped(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tuple[Tensor, list[Tensor]]:
-    """Compute Σ over a token's experts here of gate · expert(x).
+    """Compute Σ gate · expert(x) over each token's local experts.
 
     Return the sums [S, M] in float32 (float64 for float64), and the tensors that ``call.run.recompute`` saves for
     backward.
@@ -27,7 +27,7 @@ def forward_grouped(tokens: Tokens, weights: Weights, call: ExpertsCall) -> tupl
     x_RM, gates_R = permuted.gather(tokens.x_SM), permuted.gather_gates(tokens.gates_Sk)
     gate_up_RF = _gate_up(permuted, x_RM, weights)
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
-    # the gate enters before the second product, where it costs F factors a token and not M
+    # The gate enters before the second matmul, at F multiplications per token instead of M.
     inner_RF = gated(call.activation, gate_RF, up_RF, gates_R)
     y_RM = permuted.multiply(inner_RF, weights.down_eMF.mT)
     if weights.down_bias_eM is not None:
@@ -46,16 +46,16 @@ def backward_grouped(
     gradients: WeightGradients,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor]:
-    """Compute the gradients of x [S, M], in float32 (float64 for float64), and of the gates [S, k].
+    """Compute the gradients for x [S, M], in float32 (float64 for float64), and for the gates [S, k].
 
-    Those of the weights are added to ``gradients``. ``saved`` are the tensors of ``forward_grouped``; they are freed.
+    Weight gradients are added to ``gradients``. ``saved`` holds the tensors from ``forward_grouped``, which are freed.
     """
     permuted = _Permuted(tokens, weights, call.run.products)
     gates_R, dy_RM = permuted.gather_gates(tokens.gates_Sk), permuted.gather(dout_SM.to(tokens.x_SM.dtype))
     gate_up_RF, inner_RF, x_RM = _saved_or_recomputed(permuted, tokens, weights, saved, needs)
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
 
-    # through the second product and the activation
+    # Through the second matmul and the activation.
     if gradients.down is not None:
         if inner_RF is None:
             inner_RF = gated(call.activation, gate_RF, up_RF, gates_R)
@@ -72,11 +72,11 @@ def backward_grouped(
             gradients.down_bias.add(permuted.sum_by_expert(wide_RM * gates_R.unsqueeze(-1)))
     dgate_up_RF = torch.cat((dgate_RF, dup_RF), dim=-1)
 
-    # the largest tensors there are: free before the last gradients are made
+    # The largest tensors of all: free them before the last gradients are computed.
     saved.clear()
     del gate_up_RF, gate_RF, up_RF, dgate_RF, dup_RF, dy_RM
 
-    # through the first product
+    # Through the first matmul.
     if gradients.gate_up_bias is not None:
         gradients.gate_up_bias.add(permuted.sum_by_expert(dgate_up_RF))
     if gradients.gate_up is not None:
@@ -90,7 +90,7 @@ def backward_grouped(
 
 
 def _gate_up(permuted: _Permuted, x_RM: Tensor, weights: Weights) -> Tensor:
-    """Return gate and up before the activation, [R, 2F]."""
+    """Compute gate and up before the activation, [R, 2F]."""
     gate_up_RF = permuted.multiply(x_RM, weights.gate_up_eFM.mT)
     if weights.gate_up_bias_eF is not None:
         gate_up_RF += permuted.spread(weights.gate_up_bias_eF)
@@ -107,13 +107,13 @@ def _saved_or_recomputed(
         if needs.gate_up:
             return saved[0], None, permuted.gather(tokens.x_SM)
         return saved[0], None, None
-    # nothing was saved: the first product once more
+    # Without saved tensors, repeat the first matmul.
     x_RM = permuted.gather(tokens.x_SM)
     return _gate_up(permuted, x_RM, weights), None, x_RM
 
 
 class _Permuted:
-    """A tile's assignments in the order of their experts."""
+    """A tile's assignments in expert order."""
 
     def __init__(self, tokens: Tokens, weights: Weights, products: Products) -> None:
         self.products: Products = products
@@ -123,23 +123,23 @@ class _Permuted:
         self.is_here_R = tokens.experts_Sk.flatten() >= 0
         if self.num_assignments is None:
             # Only the device knows whether there are assignments without an expert. They count as the last expert's,
-            # and their gates of 0 cancel them: cheaper than masking every product.
-            # A range, not an element: a number that is written to an element is copied there, with a wait.
+            # and their gates of 0 cancel them: cheaper than masking every matmul. A range is written, not an element: a
+            # number for an element would be copied to the device, with a wait.
             self.ends_e[-1:] = len(order_R)
             self.order_R, self.inverse_R = order_R, inverse_R
         else:
-            # indices of the assignments that are here, without waiting for the device to count them
+            # Indices of assignments with a local expert; the host does not wait for the device to count them.
             here_R = torch.nonzero_static(self.is_here_R, size=self.num_assignments).squeeze(-1)
             self.order_R = order_R[: self.num_assignments]
             self.inverse_R = inverse_R.index_select(0, here_R)
         self.expert_R = tokens.experts_Sk.flatten().index_select(0, self.order_R).clamp(min=0).long()
 
     def gather(self, source_SX: Tensor) -> Tensor:
-        """Return every assignment's token."""
+        """Gather every assignment's token."""
         return source_SX.index_select(0, self.order_R // self.k)
 
     def gather_gates(self, gates_Sk: Tensor) -> Tensor:
-        """Return every assignment's gate, 0 without an expert."""
+        """Gather every assignment's gate, 0 without an expert."""
         return gates_Sk.flatten().where(self.is_here_R, 0).index_select(0, self.order_R)
 
     def restore_gates(self, values_R: Tensor) -> Tensor:
@@ -149,13 +149,13 @@ class _Permuted:
         return values_R.new_zeros(self.num_tokens * self.k).index_copy_(0, self.order_R, values_R).view(-1, self.k)
 
     def sum_tokens(self, y_RM: Tensor) -> Tensor:
-        """Sum over each token's assignments, in the order of its choices, in float32."""
+        """Sum over each token's assignments, in choice order, in float32."""
         assignments_RM, sum_dtype = y_RM.index_select(0, self.inverse_R), accumulate_dtype(y_RM.dtype)
-        # In backward it has no other reference, and is one of the largest tensors.
+        # In backward this is the last reference to one of the largest tensors.
         del y_RM
         if self.num_assignments is None:
             return assignments_RM.unflatten(0, (-1, self.k)).sum(1, dtype=sum_dtype)
-        # tokens have unequal numbers of experts here; segments have a fixed order of additions on every device
+        # Tokens have unequal numbers of local experts; segments are summed in a fixed order on every device.
         ends_S = self.is_here_R.view(-1, self.k).sum(1).cumsum(0)
         offsets = torch.cat((ends_S.new_zeros(1), ends_S))
         return torch.segment_reduce(assignments_RM.to(sum_dtype), "sum", offsets=offsets, axis=0, initial=0)
@@ -165,11 +165,11 @@ class _Permuted:
         return grouped_rows(x_RI, weight_eIO, self.ends_e, products=self.products)
 
     def outer(self, dy_RO: Tensor, x_RI: Tensor) -> Tensor:
-        """Return every expert's sum of dyᵀ · x."""
+        """Sum dyᵀ · x per expert."""
         return grouped_outer(dy_RO, x_RI, self.ends_e, products=self.products)
 
     def spread(self, bias_eO: Tensor) -> Tensor:
-        """Return the bias of every assignment's expert."""
+        """Gather the bias for every assignment."""
         return bias_eO.index_select(0, self.expert_R)
 
     def sum_by_expert(self, dy_RO: Tensor) -> Tensor:

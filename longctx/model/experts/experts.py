@@ -1,7 +1,7 @@
-"""The routed experts: gated FFNs over a layer's tokens, with experts on any process.
+"""Routed experts: gated FFNs over a layer's tokens, with experts on any process.
 
-Axes: N tokens of this process, k experts a token, M model width, F FFN width of one expert (gate and up together: 2F),
-E experts, e experts of this process.
+Axes: N tokens of this process, k experts per token, M model width, F FFN width of one expert (gate and up together:
+2F), E experts, e local experts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from longctx.model.recompute import RecomputeCache
 
 
 class Experts(nn.Module):
-    """The experts of one layer, fused as Hugging Face keeps them in memory: gate rows first, then up rows.
+    """One layer's experts, fused as Hugging Face keeps them in memory: gate rows first, then up rows.
 
-    The weights of ``local_experts`` are here: e of the layer's E, consecutive.
+    This process holds the weights for ``local_experts``: e consecutive ones among the layer's E.
     """
 
     def __init__(self, config: ModelConfig, local_experts: slice = slice(None)) -> None:
@@ -51,24 +51,24 @@ class Experts(nn.Module):
         *,
         values_again: bool = False,
     ) -> Tensor:
-        """Return Σ over a token's k experts of gate · expert(x), [N, M] in float32 (float64 for float64).
+        """Compute Σ gate · expert(x) over each token's k experts, [N, M] in float32 (float64 for float64).
 
-        An id of −1 is no expert: nothing is added, and x and gate get a gradient of exactly 0 through it. With a
-        ``recompute_cache`` the layer is recomputed, and backward gets by with x, gates and ids: the second run
-        computes and sends nothing, and its result is NaN, unless ``values_again`` says that its values are read.
-        Collective if experts are distributed.
+        Id −1 is no expert: it adds 0, and x and gate get a gradient of exactly 0 through it. With a ``recompute_cache``
+        the layer is recomputed, and backward needs only x, gates and ids: the second run neither computes nor sends,
+        and its result is NaN, unless ``values_again`` says that its values are read. Collective if experts are
+        distributed.
         """
         run = run or ExpertRun()
         assert run.dispatcher.local_experts == self.local_experts
         if run.recompute != "all" and (recompute_cache is not None or not self._is_trained(x_NM, gates_Nk)):
-            run = replace(run, recompute="all")  # nothing is saved but the inputs
+            run = replace(run, recompute="all")  # only the inputs are saved
         without_backward = recompute_cache is None and not torch.is_grad_enabled()
         only_graph = recompute_cache is not None and recompute_cache.recomputing and not values_again
         call = ExpertsCall(self.activation, run, without_backward=without_backward, only_graph=only_graph)
         if without_backward and not run.dispatcher.is_distributed:
             weights = Weights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
             if computes_in_blocks(x_NM) and is_decoding(experts_Nk, call):
-                # Nothing is sent or saved: the code around a tile takes longer than computing so few tokens.
+                # Without messages and saved tensors, the code around a tile takes longer than computing so few tokens.
                 return forward_few(Tokens(x_NM, gates_Nk, experts_Nk, None), weights, call)[0]
             return forward_tiles(Routed(x_NM, gates_Nk, experts_Nk), weights, call)[0]
         return _Experts.apply(
@@ -83,19 +83,19 @@ class Experts(nn.Module):
         )
 
     def _is_trained(self, x_NM: Tensor, gates_Nk: Tensor) -> bool:
-        """Return whether there will be a backward pass."""
+        """Return whether a backward pass will follow."""
         if not torch.is_grad_enabled():
             return False
         return x_NM.requires_grad or gates_Nk.requires_grad or any(w.requires_grad for w in self.parameters())
 
 
 def is_expert_weight(name: str) -> bool:
-    """Return whether a parameter's first axis is experts, which ranks may hold in parts."""
+    """Return whether a parameter's first axis is experts, which ranks may shard."""
     return ".mlp.experts." in name
 
 
 class _Experts(torch.autograd.Function):
-    """Autograd function that saves the parameters and not views of them: ZeRO-3 frees a weight by emptying it."""
+    """Autograd function that saves parameters, not views: ZeRO-3 frees a weight by emptying it."""
 
     @staticmethod
     def forward(
@@ -114,9 +114,9 @@ class _Experts(torch.autograd.Function):
         ctx.call, ctx.sizes, ctx.num_saved = call, None, []
         saved: list[Tensor] = []
         if call.only_graph:
-            # Nothing is saved, and backward agrees on sizes again, unless it gets the first run's context.
+            # Backward must exchange sizes again, unless it gets the first run's context.
             ctx.num_saved = [0] * len(tiles_of(len(x_NM), call.run.tile_tokens))
-            # NaN, so that any use of it is noticed.
+            # NaN makes any use of it visible.
             out_NM = x_NM.new_full((), torch.nan, dtype=accumulate_dtype(x_NM.dtype)).expand(x_NM.shape)
         else:
             out_NM, of_tiles, ctx.sizes = forward_tiles(routed, weights, call)
@@ -128,20 +128,20 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_NM: Tensor):  # type: ignore[override]
-        tensors = ctx.saved_tensors  # by now, ZeRO-3 has gathered the weights again
+        tensors = ctx.saved_tensors  # ZeRO-3 has gathered the weights again by now
         routed, weights, saved = Routed._make(tensors[:3]), Weights._make(tensors[3:7]), list(tensors[7:])
         del tensors
         x, gates, _, gate_up, down, gate_up_bias, down_bias, _ = ctx.needs_input_grad
         needs = Needs(x, gates, gate_up, down, gate_up_bias, down_bias)
-        # saved tensors are now ours to free, unless the graph is kept for another backward pass
+        # The saved tensors may be freed from here, unless the graph is kept for another backward pass.
         ctx.maybe_clear_saved_tensors()
         of_tiles = []
-        # moved, not copied: a second list would keep every tensor alive to the end
+        # Moved, not copied: a second list would keep every tensor alive to the end.
         for count in ctx.num_saved:
             of_tiles.append(saved[:count])
             del saved[:count]
         grads = backward_tiles(dout_NM, routed, weights, of_tiles, ctx.sizes, ctx.call, needs)
-        # the gates' gradients are made in any case; PyTorch wants None for inputs that need none
+        # The gates' gradients are computed in any case; PyTorch expects None for inputs without a gradient.
         wanted = list(grads)
         for index, is_needed in enumerate(needs):
             if not is_needed:

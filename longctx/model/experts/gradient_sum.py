@@ -1,6 +1,6 @@
-"""Gradients of the experts' weights, summed over blocks and tiles.
+"""Gradients for the experts' weights, summed over blocks and tiles.
 
-Axes: e experts of this process, n assignments of a block, I and O the input and output width of one weight.
+Axes: e local experts, n assignments in a block, I and O one weight's input and output width.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from longctx.kernels.dtypes import accumulate_dtype
 from longctx.model.experts.call import Needs, Weights
 
 
+# With one tile an expert's sum is complete before the next expert starts. It is then rounded to the weight's dtype at
+# once, and one float32 buffer serves all experts. If an expert gets a single matmul, it needs no sum at all.
 class GradientSum:
-    """Gradient of one weight of all experts, summed in float32 (float64 for float64).
-
-    With one tile an expert's sum is complete before the next expert begins. It is then rounded to the weight's dtype at
-    once, and one float32 buffer serves all experts. A product that stays an expert's only one needs no sum at all.
-    """
+    """Gradient for one weight in all experts, summed in float32 (float64 for float64)."""
 
     def __init__(self, weight: Tensor, *, tiles: int) -> None:
         self._weight, self._sum_dtype = weight, accumulate_dtype(weight.dtype)
@@ -27,20 +25,20 @@ class GradientSum:
         self._total: Tensor | None = None
         self._has_begun = [False] * len(weight)
         self._open: tuple[int, Tensor] | None = None
-        """The expert whose sum is not rounded yet, and its buffer."""
+        """The expert with a sum that is not rounded yet, and its buffer."""
         self._alone: int | None = None
-        """The expert whose first product was written to its gradient, in the weight's dtype."""
+        """The expert with its first matmul written directly to its gradient, in the weight's dtype."""
 
     def add_outer(self, expert: int, dy_nO: Tensor, x_nI: Tensor) -> None:
         """Add dyᵀ · x to an expert's gradient."""
         if self._rounds_each and dy_nO.dtype == self._weight.dtype and not self._has_begun[expert]:
-            # the product is rounded already: converting it to float32 and back would take as long as forming it
+            # This matmul rounds its result already: converting it to float32 and back would take as long again.
             torch.mm(dy_nO.T, x_nI, out=self._whole()[expert])
             self._has_begun[expert], self._alone = True, expert
             return
         sum_OI, is_first = self._sum_of(expert)
         if dy_nO.dtype != sum_OI.dtype:
-            # a product in bfloat16 is added up in float32 all the same
+            # A bfloat16 matmul is still summed in float32.
             _put(sum_OI, dy_nO.T @ x_nI, is_first)
         elif is_first:
             torch.mm(dy_nO.T, x_nI, out=sum_OI)
@@ -53,7 +51,7 @@ class GradientSum:
         _put(sum_O, dy_nO.sum(0, dtype=self._sum_dtype), is_first)
 
     def add(self, of_experts: Tensor) -> None:
-        """Add to the gradients of all experts at once."""
+        """Add gradients for all experts at once."""
         if self._total is None:
             self._total = of_experts.to(self._total_dtype)
             self._has_begun = [True] * len(self._weight)
@@ -61,10 +59,10 @@ class GradientSum:
             self._total += of_experts
 
     def result(self) -> Tensor:
-        """Return the sum in the weight's dtype; exact zeros for an expert to which nothing was added."""
+        """Return the sum in the weight's dtype; exact zeros for an expert without contributions."""
         self._round_open()
         total = self._whole()
-        # memory to which nothing was written holds garbage
+        # Memory that was not written holds garbage.
         for expert, has_begun in enumerate(self._has_begun):
             if not has_begun:
                 total[expert].zero_()
@@ -77,7 +75,7 @@ class GradientSum:
         return self._sum_dtype
 
     def _whole(self) -> Tensor:
-        """Return the gradients of all experts, of which only some may have been written so far."""
+        """Return the gradients for all experts; only some may be written so far."""
         if self._total is None:
             self._total = torch.empty(self._weight.shape, dtype=self._total_dtype, device=self._weight.device)
         return self._total
@@ -99,7 +97,7 @@ class GradientSum:
         return self._open[1], is_first
 
     def _round_open(self) -> Tensor | None:
-        """Round the sum of the expert that is open, and return its float32 buffer for the next one."""
+        """Round the open expert's sum, and return its float32 buffer for the next one."""
         if self._open is None:
             return None
         expert, buffer = self._open
@@ -109,7 +107,7 @@ class GradientSum:
 
 
 def _put(total: Tensor, part: Tensor, is_first: bool) -> None:
-    """Add a part to a sum, or begin the sum with it."""
+    """Add a part to a sum, or initialize the sum with it."""
     if is_first:
         total.copy_(part)
     else:
@@ -117,7 +115,7 @@ def _put(total: Tensor, part: Tensor, is_first: bool) -> None:
 
 
 class WeightGradients(NamedTuple):
-    """Gradient sums of ``Weights``; None if no gradient is needed."""
+    """Gradient sums for ``Weights``; None if no gradient is needed."""
 
     gate_up: GradientSum | None
     down: GradientSum | None
@@ -126,7 +124,7 @@ class WeightGradients(NamedTuple):
 
     @classmethod
     def start(cls, weights: Weights, needs: Needs, *, tiles: int) -> WeightGradients:
-        """Start empty sums over ``tiles`` tiles."""
+        """Create empty sums over ``tiles`` tiles."""
 
         def of(weight: Tensor | None, needed: bool) -> GradientSum | None:
             if weight is None or not needed:
@@ -141,7 +139,7 @@ class WeightGradients(NamedTuple):
         )
 
     def results(self) -> list[Tensor | None]:
-        """Return the gradients in the order of ``Weights``."""
+        """Return the gradients in the same order as ``Weights``."""
         gradients: list[Tensor | None] = []
         for total in self:
             if total is None:

@@ -1,6 +1,6 @@
-"""The mixture-of-experts FFN: router, routed experts, and an expert that all tokens share.
+"""Mixture-of-experts FFN: router, routed experts and a shared expert.
 
-Axes: B rows, t tokens of this rank, N = B·t, M model width, E experts, k experts a token, S documents of the
+Axes: B rows, t tokens of this rank, N = B·t, M model width, E experts, k experts per token, S documents in the
 micro-batch.
 """
 
@@ -26,34 +26,34 @@ from longctx.model.recompute import RecomputeCache, saved_values
 
 
 class Admitted(NamedTuple):
-    """Choices of a layer's tokens, and those that a capacity left."""
+    """A layer's choices, and those that a capacity admits."""
 
     chosen_Btk: Tensor
     experts_Btk: Tensor
 
     def of_tokens(self, tokens: slice) -> Admitted:
-        """Return the choices of some of the tokens."""
+        """Return the choices for some tokens."""
         return Admitted(self.chosen_Btk[:, tokens], self.experts_Btk[:, tokens])
 
 
 @dataclass(frozen=True, eq=False)
 class MoECall:
-    """Arguments of a forward pass for all layers of experts."""
+    """Arguments for all expert layers in a forward pass."""
 
     run: ExpertRun = field(default_factory=ExpertRun)
     documents_Bt: Tensor | None = None
-    """Which document each token belongs to, negative for padding; None leaves statistics out."""
+    """Each token's document, negative for padding; None disables statistics."""
     num_documents: int = 0
     jitter: Jitter | None = None
     capacity: Capacity | None = None
     replay: RoutingReplay | RoutingOfTokens | None = None
     admitted: Admitted | None = None
-    """Choices that were made before, for all tokens; None where the layer makes them."""
+    """Choices made before for all tokens; None if the layer makes them."""
 
     def of_tokens(self, tokens: slice, num_tokens: int) -> MoECall:
-        """Return the call for some of the tokens [B, t].
+        """Return the arguments for some of the tokens [B, t].
 
-        A capacity's choices must have been made, or come from a first run: they depend on all tokens.
+        With a capacity the choices must exist already, or come from a first run: they depend on all tokens.
         """
         documents_Bt, jitter, replay, admitted = self.documents_Bt, self.jitter, self.replay, self.admitted
         if documents_Bt is not None:
@@ -67,7 +67,9 @@ class MoECall:
         return replace(self, documents_Bt=documents_Bt, jitter=jitter, replay=replay, admitted=admitted)
 
     def admit(self, chosen_Btk: Tensor) -> MoECall:
-        """Return the call for a layer in which all tokens [B, t] chose these experts. Collective with a capacity."""
+        """Return the arguments for a layer in which all tokens [B, t] chose these experts. Collective if capacity is
+        set.
+        """
         experts_Btk = chosen_Btk
         if self.capacity is not None:
             admitted_Nk = self.capacity.admit(chosen_Btk.flatten(0, 1), self.run.dispatcher.gather)
@@ -79,12 +81,12 @@ class MixtureOfExperts(nn.Module):
     """FFN that routes every token to its k experts, whatever the load, unless a capacity is set."""
 
     def __init__(self, config: ModelConfig, local_experts: slice = slice(None), *, layer: int = 0) -> None:
-        """Build the ``layer``-th expert layer of a model, with the weights of its ``local_experts``."""
+        """Build the model's ``layer``-th expert layer, with weights for ``local_experts``."""
         super().__init__()
         self.config, self.layer = config, layer
         self.gate = Router(config)
         self.experts = Experts(config, local_experts)
-        # A norm's backward reads its input; that of a sum, or of dropout, does not.
+        # A norm's backward reads its input; a sum's or dropout's does not.
         self.output_is_read = config.norm_order != "pre"
         self.has_shared_expert = config.shared_ffn_size > 0
         if self.has_shared_expert:
@@ -96,10 +98,10 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x_BtM: Tensor, call: MoECall | None = None, recompute_cache: RecomputeCache | None = None
     ) -> tuple[Tensor, ...]:
-        """Return output [B, t, M], and ``RouterStats.tensors`` if the call wants them.
+        """Compute output [B, t, M], followed by ``RouterStats.tensors`` if the call requests them.
 
-        A ``recompute_cache`` saves the choices of a layer that backward will recompute, and the output if the rest of
-        the layer reads it in backward. The second run weighs the choices again, but neither chooses nor counts.
+        A ``recompute_cache`` saves the choices in a layer that backward will recompute, and the output if the rest of
+        the layer reads it in backward. The second run computes gates again, but neither chooses nor counts.
         """
         call = call or MoECall()
         x_NM = x_BtM.flatten(0, 1)
@@ -107,7 +109,6 @@ class MixtureOfExperts(nn.Module):
         logits_NE = self._logits(x_BtM, call)
         routing, chosen_Nk = self._route(logits_NE, call, recompute_cache)
 
-        # dispatch, compute, combine
         out_NM = self.experts(
             x_NM,
             routing.gates_Nk,
@@ -121,11 +122,11 @@ class MixtureOfExperts(nn.Module):
 
         out_BtM = as_dtype(out_NM, x_BtM.dtype).view_as(x_BtM)
         if self.output_is_read and recompute_cache is not None and _keeps_output(recompute_cache):
-            # rounded, and with the shared expert in it, as the norm reads it
+            # Rounded, and with the shared expert included, as the norm reads it.
             out_BtM = saved_values(out_BtM, recompute_cache, of="experts")
         if call.documents_Bt is None:
             return (out_BtM,)
-        # the first run has counted the tokens of a second run already
+        # The first run has counted these tokens already.
         counting = recompute_cache is None or not recompute_cache.recomputing
         stats = router_stats(
             logits_NE,
@@ -144,8 +145,8 @@ class MixtureOfExperts(nn.Module):
         return self._choose(self._logits(x_BtM, call), call).experts_Nk.unflatten(0, x_BtM.shape[:2])
 
     def _logits(self, x_BtM: Tensor, call: MoECall) -> Tensor:
-        """Return the router's logits, [N, E]."""
-        # jitter reaches only the router, experts see the tokens as they are
+        """Compute the router's logits, [N, E]."""
+        # Jitter reaches only the router; experts see the tokens unchanged.
         if call.jitter is not None:
             x_BtM = call.jitter(x_BtM, self.layer)
         return self.gate(x_BtM.flatten(0, 1))
@@ -153,14 +154,15 @@ class MixtureOfExperts(nn.Module):
     def _route(
         self, logits_NE: Tensor, call: MoECall, recompute_cache: RecomputeCache | None
     ) -> tuple[Routing, Tensor]:
-        """Choose experts once; return the routing, and the choices before a capacity may have dropped some."""
+        """Choose experts once; return the routing, and the choices before a capacity drops some."""
         known: tuple[Tensor, ...] | None = None
         if recompute_cache is not None:
             known = recompute_cache.load(of="routing")
         if known is None and call.admitted is not None:
             known = tuple(ids_Btk.flatten(0, 1) for ids_Btk in call.admitted)
         if known is not None:
-            # weighed again but not chosen again: rounding could flip a choice, and backward would fit another forward
+            # Gates are computed again but the choice is kept: rounding could flip it, and backward would fit another
+            # forward.
             chosen_Nk, experts_Nk = known
             routing = self._weigh(logits_NE, chosen_Nk)
         else:
@@ -171,13 +173,13 @@ class MixtureOfExperts(nn.Module):
         if recompute_cache is not None:
             recompute_cache.save(chosen_Nk, experts_Nk, of="routing")
         if call.capacity is not None:
-            # the other gates stay as they are: dropped choices are missing
+            # The other gates are not rescaled: dropped choices are missing.
             gates_Nk = routing.gates_Nk.masked_fill(experts_Nk < 0, 0)
             routing = Routing(experts_Nk, gates_Nk, routing.probs_NE)
         return routing, chosen_Nk
 
     def _choose(self, logits_NE: Tensor, call: MoECall) -> Routing:
-        """Return the routing of new choices, or of those that a replay gives; a replay records them."""
+        """Route by new choices, or by those that a replay supplies; a replay records them."""
         replay_Nk: Tensor | None = None
         if call.replay is not None:
             replay_Nk = call.replay.given(self.layer, logits_NE.device)
@@ -187,13 +189,12 @@ class MixtureOfExperts(nn.Module):
         return routing
 
     def _weigh(self, logits_NE: Tensor, replay_Nk: Tensor | None) -> Routing:
-        """Return the routing of these logits, with new choices or those of ``replay_Nk``."""
+        """Route these logits, with new choices or those in ``replay_Nk``."""
         return route(logits_NE, self.config, bias_E=self.gate.e_score_correction_bias, replay_Nk=replay_Nk)
 
     def _shared(self, x_NM: Tensor, recompute_cache: RecomputeCache | None) -> Tensor:
-        """Return the output of the expert that all tokens share."""
         again = recompute_cache is not None and recompute_cache.by_chunks and recompute_cache.recomputing
-        # A norm reads it, and a gate is multiplied by it.
+        # A norm or a gate would read its values.
         only_graph = again and not self.output_is_read and not self.has_shared_gate
         shared_NM = self.shared_expert(x_NM, only_graph=only_graph)
         if self.has_shared_gate:

@@ -1,6 +1,6 @@
-"""Routing: the experts of each token and their gates, as pure functions of logits, and the router itself.
+"""Routing: each token's experts and gates as pure functions of logits, the router itself, and its statistics.
 
-Axes: N tokens, M model width, E experts, G groups of experts, k experts a token, S documents of the micro-batch.
+Axes: N tokens, M model width, E experts, G expert groups, k experts per token, S documents in the micro-batch.
 """
 
 from __future__ import annotations
@@ -16,39 +16,43 @@ from longctx.config import ModelConfig
 from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 
 NO_EXPERT = -1
-"""Id of an assignment without an expert: its token is not sent for it, and its gate is 0."""
+"""Id for an assignment without an expert: its token is not sent for it, and its gate is 0."""
 
 
 class Routing(NamedTuple):
-    """The experts of each token, and their gates."""
+    """Each token's experts and their gates."""
 
     experts_Nk: Tensor
-    """Ids of each token's experts, the best first, int64; ``NO_EXPERT`` for none."""
+    """Each token's expert ids, best first, int64; ``NO_EXPERT`` for a missing one."""
     gates_Nk: Tensor
-    """Factors of these experts' outputs, with gradient, in the logits' dtype; 0 for none."""
+    """Factors on these experts' outputs, with gradient, in the logits' dtype; 0 for a missing one."""
     probs_NE: Tensor
-    """Each expert's share of the token's scores, with gradient: what the balance loss reads."""
+    """Each expert's share of the token's scores, with gradient; the balance loss reads it."""
 
 
+# Top-k routing, optionally within the best groups (DeepSeek-V2, arXiv 2405.04434; DeepSeek-V3, arXiv 2412.19437
+# §2.1.2). Experts are chosen by score + bias and weighed by score alone, so that the bias evens out loads without
+# entering the output. Invariant: a run with replayed ids uses the same operators and saves the same tensors as the run
+# that chose them, which activation checkpointing relies on.
 def route(
     logits_NE: Tensor, config: ModelConfig, *, bias_E: Tensor | None = None, replay_Nk: Tensor | None = None
 ) -> Routing:
-    """Choose the k best experts of every token by ``config``'s rules, from float32 (or float64) logits.
+    """Choose each token's k best experts by ``config``'s rules, from float32 (or float64) logits.
 
-    ``bias_E`` is added to choose experts and not to weigh them. ``replay_Nk`` are ids chosen before, by recomputation's
-    first run or another program; gates and probabilities are those of these logits all the same. Ids are in range also
-    if logits are not finite.
+    ``bias_E`` is added to choose experts, not to weigh them. ``replay_Nk`` holds ids chosen before, by recomputation's
+    first run or another program; gates and probabilities still come from these logits. Ids are in range even if logits
+    are not finite.
     """
     is_softmax = config.score_function == "softmax"
     if is_softmax:
         scores_NE = logits_NE.softmax(-1)
     else:
         scores_NE = logits_NE.sigmoid()
-    # the choice itself has no gradient; the gates of chosen experts have
+    # The choice itself has no gradient; the chosen experts' gates have one.
     experts_Nk = replay_Nk
     if experts_Nk is None:
         experts_Nk = _choose(scores_NE.detach(), config, bias_E)
-    # with a gradient masked also if every id is an expert: recomputation, which replays, must save the same tensors
+    # With gradients, masked even if every id is an expert: recomputation, which replays, must save the same tensors.
     if replay_Nk is None and not torch.is_grad_enabled():
         gates_Nk = scores_NE.gather(-1, experts_Nk)
     else:
@@ -57,7 +61,7 @@ def route(
         gates_Nk = gates_Nk / gates_Nk.sum(-1, keepdim=True).clamp(min=1e-20)
     if config.routed_scale != 1:
         gates_Nk = gates_Nk * config.routed_scale
-    # sigmoids do not add up to 1; the balance loss reads shares
+    # Sigmoids do not add up to 1, but the balance loss reads shares.
     probs_NE = scores_NE
     if not is_softmax:
         probs_NE = scores_NE / scores_NE.sum(-1, keepdim=True).clamp(min=1e-20)
@@ -65,11 +69,11 @@ def route(
 
 
 def _choose(scores_NE: Tensor, config: ModelConfig, bias_E: Tensor | None) -> Tensor:
-    """Return the ids of each token's k best experts, the best first."""
+    """Return the ids of each token's k best experts, best first."""
     if bias_E is not None:
         scores_NE = scores_NE + bias_E
     if config.groups_per_token < config.expert_groups:
-        # DeepSeek-V2 rates a group by its best expert, DeepSeek-V3, which has the bias, by its two best
+        # DeepSeek-V2 rates a group by its best expert; DeepSeek-V3, which has the bias, by its two best.
         best_of = 1
         if config.selection_bias:
             best_of = 2
@@ -78,7 +82,7 @@ def _choose(scores_NE: Tensor, config: ModelConfig, bias_E: Tensor | None) -> Te
 
 
 def within_best_groups(scores_NE: Tensor, groups: int, kept: int, *, best_of: int) -> Tensor:
-    """Set scores to −inf outside of each token's ``kept`` best groups, rated by the sum of their ``best_of`` best."""
+    """Set scores to −inf outside each token's ``kept`` best groups, rated by the sum of their ``best_of`` best."""
     scores_NGe = scores_NE.unflatten(-1, (groups, -1))
     best_NG = scores_NGe.topk(best_of, dim=-1).values.sum(-1)
     inside_NG = torch.zeros_like(best_NG, dtype=torch.bool).scatter_(1, best_NG.topk(kept, dim=-1).indices, True)
@@ -86,7 +90,7 @@ def within_best_groups(scores_NE: Tensor, groups: int, kept: int, *, best_of: in
 
 
 class Router(nn.Module):
-    """Projection to logits, and the bias of the choice; float32 in any model dtype, because rounding flips choices."""
+    """Projection to logits, and the selection bias; float32 in any model dtype, because rounding flips choices."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -99,21 +103,21 @@ class Router(nn.Module):
         selection_bias_E: Tensor | None = None
         if config.selection_bias:
             selection_bias_E = torch.zeros(E)
-        # a buffer and not a parameter: it moves by the loads (``move_selection_bias_``), not by a gradient
+        # A buffer, not a parameter: loads move it (``move_selection_bias_``), not a gradient.
         self.register_buffer("e_score_correction_bias", selection_bias_E)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
-        """Apply ``fn`` as PyTorch does, but keep the selection bias in float32 or float64 in any model dtype."""
+        """Apply ``fn`` like PyTorch, but keep the selection bias in float32 or float64 in any model dtype."""
         before = self._buffers["e_score_correction_bias"]
         super()._apply(fn, recurse)
         after = self._buffers["e_score_correction_bias"]
-        # the result of ``fn`` is rounded: take the value from before to the device of after
+        # The result of ``fn`` is rounded: move the unrounded value to the new device instead.
         if before is not None and after is not None and after.dtype not in (torch.float32, torch.float64):
             self._buffers["e_score_correction_bias"] = before.to(after.device)
         return self
 
     def forward(self, x_NM: Tensor) -> Tensor:
-        """Return logits [N, E] in float32 (float64 for float64)."""
+        """Compute logits [N, E] in float32 (float64 for float64)."""
         if not torch.is_grad_enabled():
             return _logits(x_NM, self.weight, self.bias)
         return _Logits.apply(x_NM, self.weight, self.bias)
@@ -124,9 +128,9 @@ _CHUNK_VALUES = 1 << 24
 
 
 class _Logits(torch.autograd.Function):
-    """Autograd function of x·Wᵀ + b in float32.
+    """Autograd function for x·Wᵀ + b in float32.
 
-    It saves x as it is; autograd would save a float32 copy of it, twice bfloat16's bytes.
+    It saves x unconverted; autograd would save a float32 copy, twice bfloat16's bytes.
     """
 
     @staticmethod
@@ -146,7 +150,7 @@ class _Logits(torch.autograd.Function):
         chunks = _chunks(x_NM, wide)
         dlogits = dlogits_NE.split([len(chunk) for chunk in chunks])
         dx_NM = _cat([(d @ weight).to(x_NM.dtype) for d in dlogits])
-        # one sum over all tokens: chunk after chunk is added in float32
+        # One sum over all tokens: chunks are added in float32.
         dweight_EM = dlogits[0].T @ chunks[0].to(wide)
         for d, chunk in zip(dlogits[1:], chunks[1:], strict=True):
             dweight_EM.addmm_(d.T, chunk.to(wide))
@@ -157,7 +161,7 @@ class _Logits(torch.autograd.Function):
 
 
 def _logits(x_NM: Tensor, weight_EM: Tensor, bias_E: Tensor | None) -> Tensor:
-    """Return x·Wᵀ + b, converted to float32 chunk by chunk."""
+    """Compute x·Wᵀ + b, converting x to float32 chunk by chunk."""
     wide = accumulate_dtype(x_NM.dtype)
     weight, bias = as_dtype(weight_EM, wide), bias_E
     if bias is not None:
@@ -166,60 +170,59 @@ def _logits(x_NM: Tensor, weight_EM: Tensor, bias_E: Tensor | None) -> Tensor:
 
 
 def _chunks(x_NM: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:
-    """Split the tokens into chunks that are converted together; one chunk if there is nothing to convert."""
+    """Split tokens into chunks that are converted together; one chunk if there is no conversion."""
     if x_NM.dtype == wide:
         return (x_NM,)
     return x_NM.split(max(1, _CHUNK_VALUES // max(1, x_NM.shape[1])))
 
 
 def _cat(chunks: list[Tensor]) -> Tensor:
-    """Return the chunks as one tensor, without a copy if there is only one."""
+    """Concatenate the chunks, without a copy if there is only one."""
     if len(chunks) == 1:
         return chunks[0]
     return torch.cat(chunks)
 
 
 class RouterDiagnostics(NamedTuple):
-    """Router statistics that a run reports and no loss reads: sums over tokens, float64, without gradient.
+    """Router statistics for logs, read by no loss: sums over tokens, float64, without gradient.
 
-    Scalars of one layer, or [L] of L layers; they add up over ranks and micro-batches.
+    Scalars for one layer, or [L] for L layers; they add up over ranks and micro-batches.
     """
 
     squared_logits: Tensor
-    """Σ of the mean squared logit, padding left out."""
+    """Σ mean squared logit, without padding."""
     entropy: Tensor
-    """Σ of the entropy of the probabilities in nats, padding left out."""
+    """Σ entropy of the probabilities in nats, without padding."""
     dropped_assignments: Tensor
-    """Choices that an expert at its capacity dropped, padding left out."""
+    """Choices dropped by experts at capacity, without padding."""
     non_finite_tokens: Tensor
-    """Tokens with a logit that is not finite, padding too: it would spread as well."""
+    """Tokens with a non-finite logit, including padding: it would spread as well."""
 
     @classmethod
     def none(cls, like: Tensor, *shape: int) -> RouterDiagnostics:
-        """Return those of no token, on the device of ``like``."""
+        """Return statistics over zero tokens, on the device of ``like``."""
         zeros = like.new_zeros(shape, dtype=torch.float64)
         return cls(zeros, zeros, zeros, zeros)
 
     @classmethod
     def stack(cls, layers: Sequence[RouterDiagnostics]) -> RouterDiagnostics:
-        """Stack each field of the layers to [L]."""
+        """Stack each field over layers to [L]."""
         return cls._make(torch.stack(of_layers) for of_layers in zip(*layers, strict=True))
 
 
 class RouterStats(NamedTuple):
-    """Sums over this rank's tokens of one layer's router, padding left out; additive over ranks and micro-batches."""
+    """One layer's router sums over this rank's tokens, without padding; additive over ranks and micro-batches."""
 
     counts_SE: Tensor
-    """Tokens of the document that chose the expert, dropped ones among them; int64, no gradient."""
+    """Tokens per document that chose the expert, including dropped ones; int64, no gradient."""
     prob_sums_SE: Tensor
-    """Sum over the document's tokens of the expert's probability, float32, with gradient."""
+    """The expert's probability summed over the document's tokens, float32, with gradient."""
     z_sum: Tensor
-    """Σ over tokens of logsumexp(logits)², float32 scalar (ST-MoE, arXiv 2202.08906); with gradient if it has a
-    weight."""
+    """Σ logsumexp(logits)² over tokens, float32 scalar (ST-MoE, arXiv 2202.08906); with gradient if it has a weight."""
     diagnostics: RouterDiagnostics
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all of them in a plain tuple, the only kind that ZeRO-3's hooks look into."""
+        """Return all fields in a plain tuple, the only kind that ZeRO-3's hooks look into."""
         return (self.counts_SE, self.prob_sums_SE, self.z_sum, *self.diagnostics)
 
     @classmethod
@@ -239,21 +242,21 @@ def router_stats(
     counting: bool = True,
     z_gradient: bool = True,
 ) -> RouterStats:
-    """Return statistics of these tokens, which chose ``chosen_Nk`` before any choice was dropped.
+    """Compute statistics for these tokens, which chose ``chosen_Nk`` before any choice was dropped.
 
-    Padding has a negative document. Without ``counting``, statistics without a gradient are left at 0.
+    Padding has a negative document. Without ``counting``, statistics without a gradient stay 0.
     """
     probs_NE, E = routing.probs_NE, routing.probs_NE.shape[1]
     is_real_N = documents_N >= 0
-    document_N = documents_N.where(is_real_N, num_documents)  # padding lands in a last document that is cut off
+    document_N = documents_N.where(is_real_N, num_documents)  # padding goes to an extra document that is cut off
 
-    # unlike index_add, index_put adds in fixed order on every device
+    # Unlike index_add, index_put adds in a fixed order on every device.
     prob_sums_SE = probs_NE.new_zeros(num_documents + 1, E)
     prob_sums_SE = prob_sums_SE.index_put((document_N,), probs_NE, accumulate=True)
     with torch.set_grad_enabled(z_gradient and torch.is_grad_enabled()):
         z_sum = logits_NE.logsumexp(-1).square().masked_fill(~is_real_N, 0).sum()
 
-    # integers, so the order of additions is free; a choice of no expert lands in padding's document
+    # Integers, so the order of additions is free; a choice without an expert goes to padding's document.
     counts_SE = chosen_Nk.new_zeros(num_documents + 1, E)
     diagnostics = RouterDiagnostics.none(logits_NE)
     if counting:
@@ -265,7 +268,7 @@ def router_stats(
 
 
 def _diagnostics(logits_NE: Tensor, probs_NE: Tensor, is_dropped_Nk: Tensor, is_real_N: Tensor) -> RouterDiagnostics:
-    """Return the diagnostics of these tokens."""
+    """Compute the diagnostics for these tokens."""
 
     def total(values_N: Tensor) -> Tensor:
         return values_N.where(is_real_N, 0).sum(dtype=torch.float64)

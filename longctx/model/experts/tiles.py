@@ -1,13 +1,6 @@
 """One layer's experts over its tokens, tile by tile: dispatch, compute, combine.
 
-While the experts compute a tile, the next tile's tokens are on their way to them and the last tile's results on their
-way back. Backward does the same with gradients.
-
-    tile 0   dispatch ── compute ── combine
-    tile 1        dispatch ──────── compute ── combine
-    tile 2                   dispatch ──────── compute ── combine
-
-Axes: N tokens of this process, S tokens that arrive for one tile, k experts a token, M model width.
+Axes: N tokens of this process, S tokens received for one tile, k experts per token, M model width.
 """
 
 from __future__ import annotations
@@ -27,7 +20,7 @@ from longctx.model.experts.dispatch import DispatchHandle, DispatchSizes, Pendin
 from longctx.model.experts.gradient_sum import WeightGradients
 
 _DECODED_TOKENS = 32
-"""Most tokens whose experts are computed in grouped products on a CPU, where no backward pass follows."""
+"""Token limit for grouped matmuls on a CPU, if no backward pass follows."""
 
 
 class Routed(NamedTuple):
@@ -39,16 +32,24 @@ class Routed(NamedTuple):
 
 
 def computes_in_blocks(x: Tensor) -> bool:
-    """Return whether experts compute block by block; on accelerators they use one grouped product."""
+    """Return whether experts compute block by block; accelerators use grouped matmuls."""
     return on_cpu(x)
 
 
+# Tiles overlap dispatch and combine with compute: while the experts compute a tile, the next tile's tokens are on their
+# way to them and the previous tile's results on their way back. Backward does the same with gradients.
+#
+#     tile 0   dispatch ── compute ── combine
+#     tile 1        dispatch ──────── compute ── combine
+#     tile 2                   dispatch ──────── compute ── combine
+#
+# All ranks have equally many tiles, so their collectives match in number and order.
 def forward_tiles(
     routed: Routed, weights: Weights, call: ExpertsCall
 ) -> tuple[Tensor, list[list[Tensor]], list[DispatchSizes]]:
-    """Compute Σ over a token's experts of gate · expert(x), [N, M] in float32 (float64 for float64).
+    """Compute Σ gate · expert(x) over each token's experts, [N, M] in float32 (float64 for float64).
 
-    Return it with the tensors that each tile saves for backward, and the sizes that were agreed on.
+    Return it with the tensors that each tile saves for backward, and the agreed sizes.
     """
     x_NM, gates_Nk, experts_Nk = routed
     dispatcher, compute = call.run.dispatcher, forward_grouped
@@ -70,12 +71,12 @@ def forward_tiles(
     for number in range(len(tiles)):
         handle, tokens = pending.handle, pending.wait()
         if number + 1 < len(tiles):
-            pending = dispatch(number + 1)  # on its way while this tile computes
+            pending = dispatch(number + 1)  # in flight while this tile computes
         out_SM, of_tile = compute(tokens, weights, call)
         if _saves_arrived(call):
             of_tile[:0] = [tokens.x_SM, tokens.gates_Sk, tokens.experts_Sk]
         saved.append(of_tile)
-        outputs.expect(number, handle.combine(out_SM, x_NM.dtype))  # on its way while the next tile computes
+        outputs.expect(number, handle.combine(out_SM, x_NM.dtype))  # in flight while the next tile computes
     return outputs.all(), saved, sizes
 
 
@@ -90,15 +91,15 @@ def backward_tiles(
 ) -> list[Tensor | None]:
     """Compute the gradients in the order of ``Needs``.
 
-    Tokens that were not saved where they arrived are dispatched again. Saved tensors are freed as soon as they were
-    used: the gradients of the weights take their memory.
+    Tokens that were not saved on arrival are dispatched again. Saved tensors are freed right after use: weight
+    gradients take their memory.
     """
     x_NM, gates_Nk, experts_Nk = routed
     dispatcher, compute = call.run.dispatcher, backward_grouped
     if computes_in_blocks(x_NM):
         compute = backward_blocks
     tiles = tiles_of(len(x_NM), call.run.tile_tokens)
-    # forward agreed on them, unless recomputation spared it the dispatch
+    # Forward agreed on the sizes, unless recomputation skipped its dispatch.
     if sizes is None:
         sizes = dispatcher.plan(experts_Nk, tiles)
 
@@ -117,10 +118,10 @@ def backward_tiles(
     for number in range(len(tiles)):
         handle, tokens, dout_SM = pending.handle, pending.wait(), pending_dout.wait()
         if number + 1 < len(tiles):
-            pending, pending_dout = dispatch(number + 1)  # on its way while this tile computes
+            pending, pending_dout = dispatch(number + 1)  # in flight while this tile computes
         dx_SM, dgates_Sk = compute(dout_SM, tokens, weights, saved[number], call, gradients=gradients, needs=needs)
         saved[number].clear()
-        if dx_SM is not None:  # needed on all ranks or on none
+        if dx_SM is not None:  # needed on all ranks or on no rank
             dx.expect(number, handle.combine(dx_SM, x_NM.dtype))
         dgates.expect(number, handle.combine(dgates_Sk, gates_Nk.dtype))
     dx_NM: Tensor | None = None
@@ -130,17 +131,17 @@ def backward_tiles(
 
 
 def is_decoding(experts_Nk: Tensor, call: ExpertsCall) -> bool:
-    """Return whether these are generated tokens: too few for the calls of a block for each expert."""
+    """Return whether these are generated tokens: too few for one call per expert."""
     return call.without_backward and experts_Nk.shape[0] <= _DECODED_TOKENS
 
 
 def _saves_arrived(call: ExpertsCall) -> bool:
-    """Return whether tokens are saved where they arrived, so that backward need not dispatch them again."""
+    """Return whether tokens are saved on arrival, so that backward need not dispatch them again."""
     return call.run.dispatcher.is_distributed and call.run.recompute != "all"
 
 
 class _PendingTokens(NamedTuple):
-    """One tile's tokens on their way to their experts."""
+    """One tile's tokens in flight to their experts."""
 
     handle: DispatchHandle
     x: Pending[Tensor]
@@ -153,20 +154,20 @@ class _PendingTokens(NamedTuple):
 
     @classmethod
     def take_saved(cls, handle: DispatchHandle, saved: list[Tensor]) -> _PendingTokens:
-        """Take the tokens out of the tensors that forward saved where they arrived."""
+        """Take the tokens from the tensors that forward saved on arrival."""
         x_SM, gates_Sk, experts_Sk = saved[:3]
         del saved[:3]
         return cls(handle, Ready(x_SM), Ready((gates_Sk, experts_Sk)))
 
     def wait(self) -> Tokens:
-        """Return the tokens once they are here."""
+        """Wait for the tokens and return them."""
         x_SM = self.x.wait()
         gates_Sk, experts_Sk = self.routing.wait()
         return Tokens(x_SM, gates_Sk, experts_Sk, self.handle.num_assignments)
 
 
 class TileOutputs:
-    """Results of all tiles. Each tile's are waited for when the next tile's are expected."""
+    """Results for all tiles. Each tile's are awaited when the next tile's are added."""
 
     def __init__(self, tiles: Sequence[slice], num_tokens: int, dtype: torch.dtype) -> None:
         self._tiles, self._num_tokens, self._dtype = tiles, num_tokens, dtype
@@ -174,25 +175,25 @@ class TileOutputs:
         self._pending: tuple[int, Pending[Tensor]] | None = None
 
     def expect(self, number: int, pending: Pending[Tensor]) -> None:
-        """Add a tile whose results are on their way."""
+        """Add a tile with results in flight."""
         self._settle()
         self._pending = number, pending
 
     def all(self) -> Tensor:
-        """Return all tiles' results once they are here."""
+        """Wait for the last tile, and return all results."""
         self._settle()
         assert self._whole is not None
         return self._whole
 
     def _settle(self) -> None:
-        """Wait for the tile whose results are on their way."""
+        """Wait for the pending tile's results."""
         if self._pending is None:
             return
         number, pending = self._pending
         self._pending = None
         values_nX = pending.wait()
         if len(self._tiles) == 1:
-            self._whole = values_nX.to(self._dtype)  # without a copy if the dtype is right
+            self._whole = values_nX.to(self._dtype)  # without a copy if the dtype matches
             return
         if self._whole is None:
             shape = list(values_nX.shape)

@@ -1,5 +1,4 @@
-"""Dropout and jitter as functions of a seed and of a value's token and channel: the same on any number of ranks, and
-when recomputed.
+"""Dropout and jitter as functions of seed, token and channel: equal on any number of ranks, and when recomputed.
 
 Axes: B rows, t tokens of this rank, N = B·t, M model width.
 """
@@ -18,70 +17,70 @@ from longctx.kernels.dtypes import accumulate_dtype
 from longctx.mixing import mix64
 
 _CHUNK_VALUES = 1 << 21
-"""Values whose random bits exist at a time: 8 MB of them, beside tensors that are hundreds of times as large."""
+"""Values with random bits in memory at a time: 8 MB, next to tensors hundreds of times as large."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """Dropout of one forward pass, decided by a seed and the tokens; nothing is drawn from a generator."""
+    """One forward pass's dropout, decided by a seed and the tokens, without a random generator."""
 
     rate: float
-    """Probability that a value is dropped; what stays is scaled up by 1 / (1 − rate)."""
+    """Probability that a value is dropped; kept values are scaled up by 1 / (1 − rate)."""
     seed: int
-    """Of this micro-batch, any 64 bits."""
+    """The micro-batch's seed, any 64 bits."""
     token_Bt: Tensor
-    """Each token's index in the whole micro-batch, on whatever rank; tokens 2^32 apart drop alike."""
+    """Each token's index in the full micro-batch, over all ranks; tokens 2^32 apart get equal masks."""
 
     def __call__(self, x_BtM: Tensor, site: int) -> Tensor:
-        """Return x with values dropped; ``site``, at least −1, distinguishes the layers of the network that drop."""
+        """Drop values in x; ``site``, at least −1, distinguishes the places in the network that drop."""
         return self.draw(site).drop(x_BtM)
 
     def draw(self, site: int) -> Draw:
-        """Return the dropout of one such layer."""
+        """Return the dropout for one such site."""
         return Draw(_keys(self.seed, site, self.token_Bt), self.rate)
 
 
 class Draw(NamedTuple):
-    """Dropout of one layer of the network, without the seed: tensors and constants, which a compiled graph can take."""
+    """One site's dropout without the seed: tensors and constants, which a compiled graph can take."""
 
     key_Bt: Tensor
-    """32 bits for each token, int32."""
+    """32 bits per token, int32."""
     rate: float
 
     def of_tokens(self, tokens: slice) -> Draw:
-        """Return the dropout of some of the tokens."""
+        """Return the dropout for some tokens."""
         return Draw(self.key_Bt[:, tokens], self.rate)
 
     def drop(self, x_BtM: Tensor) -> Tensor:
-        """Return x with values dropped. Backward forms the same bits again and keeps only one number per token."""
+        """Drop values in x. Backward computes the same bits again, so only one number per token is kept."""
         return _Dropped.apply(x_BtM, self.key_Bt, self.rate)
 
 
 @dataclass(frozen=True, eq=False)
 class Jitter:
-    """Random factors of a router's input in one forward pass (arXiv 2101.03961 §2.4)."""
+    """Random factors on a router's input in one forward pass (arXiv 2101.03961 §2.4)."""
 
     width: float
     """Factors are spread evenly over 1 ± this."""
     seed: int
-    """Of this micro-batch, any 64 bits."""
+    """The micro-batch's seed, any 64 bits."""
     token_Bt: Tensor
-    """As ``Dropout``'s."""
+    """As in ``Dropout``."""
 
     def of_tokens(self, tokens: slice) -> Jitter:
-        """Return the jitter of some of the tokens."""
+        """Return the jitter for some tokens."""
         return replace(self, token_Bt=self.token_Bt[:, tokens])
 
     def __call__(self, x_BtM: Tensor, layer: int) -> Tensor:
-        """Multiply each value of x by a factor of its own, in float32 (float64 for float64).
+        """Multiply each value in x by its own factor, in float32 (float64 for float64).
 
-        bfloat16 could not tell the factors apart. Layers have factors of their own. Backward forms them again.
+        bfloat16 could not tell the factors apart. Factors differ between layers. Backward computes them again.
         """
         return _Jittered.apply(x_BtM, _keys(self.seed, -2 - layer, self.token_Bt), self.width)
 
 
 class _Dropped(torch.autograd.Function):
-    """Autograd function of dropout, a linear map that is its own transpose."""
+    """Autograd function for dropout, a linear map that is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
@@ -97,7 +96,7 @@ class _Dropped(torch.autograd.Function):
 
 
 class _Jittered(torch.autograd.Function):
-    """Autograd function of jitter, its own transpose except for the dtypes."""
+    """Autograd function for jitter, its own transpose except for the dtypes."""
 
     @staticmethod
     def forward(ctx: Any, x_BtM: Tensor, token_Bt: Tensor, width: float) -> Tensor:
@@ -120,10 +119,10 @@ def _drop_anywhere(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
 
 
 def _drop(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
-    """Return x / (1 − rate), and 0 for the values that the bits drop."""
+    """Return x / (1 − rate), and 0 for dropped values."""
     out_BtM = torch.empty_like(x_BtM, memory_format=torch.contiguous_format)
     x_NM, out_NM = x_BtM.reshape(-1, x_BtM.shape[-1]), out_BtM.view(-1, x_BtM.shape[-1])
-    # bits are evenly spread int32: this share of them is below
+    # Bits are uniform over int32, so this threshold drops the right share.
     dropped_below = int(rate * 2**32) - 2**31
     for rows, bits in _bits(token_Bt, x_BtM.shape[-1]):
         torch.mul(x_NM[rows], 1 / (1 - rate), out=out_NM[rows]).masked_fill_(bits < dropped_below, 0)
@@ -131,7 +130,7 @@ def _drop(x_BtM: Tensor, token_Bt: Tensor, rate: float) -> Tensor:
 
 
 def _jitter(x_BtM: Tensor, token_Bt: Tensor, width: float, dtype: torch.dtype) -> Tensor:
-    """Return x times factors between 1 − width and 1 + width, in ``dtype``."""
+    """Multiply x by factors between 1 − width and 1 + width, in ``dtype``."""
     out_BtM = torch.empty(x_BtM.shape, dtype=dtype, device=x_BtM.device)
     x_NM, out_NM = x_BtM.reshape(-1, x_BtM.shape[-1]), out_BtM.view(-1, x_BtM.shape[-1])
     for rows, bits in _bits(token_Bt, x_BtM.shape[-1]):
@@ -140,10 +139,12 @@ def _jitter(x_BtM: Tensor, token_Bt: Tensor, width: float, dtype: torch.dtype) -
     return out_BtM
 
 
+# Counter-based random numbers: each bit is a hash of seed, site, token index and channel. A rank computes its own
+# tokens' bits in any order, as often as needed, and there is no generator state to save or to synchronize.
 def _keys(seed: int, site: int, token_Bt: Tensor) -> Tensor:
-    """Return 32 bits for each token, int32."""
-    # One half of the key before the token is mixed and one after it: with only the first, two layers of the
-    # network would draw the same values for tokens some distance apart.
+    """Compute 32 bits per token, int32."""
+    # One key half is added before the token is mixed, the other after: with only the first, two sites would draw the
+    # same values for tokens some distance apart.
     key = mix64(mix64(seed) + site)
     return _mix32((token_Bt + (key & 0x7FFFFFFF)).to(torch.int32)) ^ _signed(key >> 32)
 
@@ -151,7 +152,7 @@ def _keys(seed: int, site: int, token_Bt: Tensor) -> Tensor:
 def _bits(token_Bt: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield 32 random bits for each of a token's values, int32, some rows at a time."""
     token_N = token_Bt.flatten()
-    # an odd factor (2^32 / golden ratio, Knuth) spreads neighbouring channels over all 32 bits
+    # An odd factor (2^32 / golden ratio, Knuth) spreads neighbouring channels over all 32 bits.
     channel_M = torch.arange(width, device=token_N.device, dtype=torch.int32) * _signed(0x9E3779B1)
     step = max(_CHUNK_VALUES // max(width, 1), 1)
     for start in range(0, len(token_N), step):
@@ -160,9 +161,9 @@ def _bits(token_Bt: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """Return 32 well mixed bits of each int32 (the finaliser of MurmurHash3).
+    """Mix the 32 bits in each int32 (MurmurHash3's finalizer).
 
-    Products wrap, and shifts bring in zeros.
+    Multiplications wrap, and shifts bring in zeros.
     """
     x = (x ^ (x >> 16 & 0xFFFF)) * _signed(0x85EBCA6B)
     x = (x ^ (x >> 13 & 0x7FFFF)) * _signed(0xC2B2AE35)
@@ -170,7 +171,7 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """Return 32 bits read as an int32."""
+    """Reinterpret 32 bits as an int32."""
     if word >= 1 << 31:
         return word - (1 << 32)
     return word

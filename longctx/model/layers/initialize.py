@@ -1,7 +1,4 @@
-"""Initial weights as a function of a seed and a tensor's name, so that every process and world size starts equal.
-
-A tensor is drawn in blocks, each by a key of its own: a rank draws the blocks that it holds a part of.
-"""
+"""Initial weights as a function of a seed and a tensor's name, equal for every process and world size."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ from torch import Tensor
 from longctx.config import ModelConfig
 
 BLOCK_VALUES = 1 << 20
-"""Values of a block: 4 MiB, drawn in some 10 ms. Another number gives other initial weights."""
+"""Values per block: 4 MiB, generated in some 10 ms. Another number gives other initial weights."""
 COPIED_VALUES = 1 << 24
-"""Values that are read at a time: 64 MiB, however large the tensor is."""
+"""Values read at a time: 64 MiB, however large the tensor is."""
 
 
 def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
-    """Return the initial value of the parameter ``name``, float32 on the CPU.
+    """Return the initial value for parameter ``name``, float32 on the CPU.
 
     Norms multiply by 1, biases and sinks are 0; all others are normal with ``config.init_std``, token embeddings with
-    ``config.embedding_std`` if it is set. Projections that write to the residual stream are smaller by the root of
+    ``config.embedding_std`` if it is set. Projections that write to the residual stream are divided by the root of
     their number, which keeps its variance independent of depth (GPT-2).
     """
     numel = torch.Size(shape).numel()
@@ -34,32 +31,32 @@ def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: 
 
 
 def initial_buffer(name: str) -> float:
-    """Return the initial value of a buffer: 1 for factors, 0 for biases."""
+    """Return a buffer's initial value: 1 for factors, 0 for biases."""
     return float(name.endswith("layer_scalar"))
 
 
 _TO_STREAM = ("o_proj", "down_proj", "out_proj")
-"""In names of projections that write to the residual stream."""
+"""Name parts of projections that write to the residual stream."""
 
 
 def _log_rates(normal: Tensor) -> Tensor:
-    """Return logarithms of decay rates that are uniform from 1 to 16 (Mamba-2)."""
+    """Map normal values to logarithms of decay rates, uniform from 1 to 16 (Mamba-2)."""
     return torch.special.ndtr(normal).mul_(15).add_(1).log_()
 
 
 def _rate_biases(normal: Tensor, least: float) -> Tensor:
-    """Return inputs that softplus maps to steps from ``least`` to 100 times that, uniform in their logarithm."""
+    """Map normal values to inputs from which softplus makes log-uniform steps, from ``least`` to 100 times that."""
     steps = torch.special.ndtr(normal).mul_(math.log(100)).add_(math.log(least)).exp_()
     return steps + torch.log(-torch.expm1(-steps))
 
 
 _LEAST_STEP, _LEAST_DECAY = 0.001, 0.00005
-"""Steps of Mamba are also the strength of what a token writes. Those of a delta rule only decay: with Mamba's, most
-heads forget within a dozen tokens, and models that begin so do not learn to recall in the time of softmax layers."""
+"""Mamba's steps are also the strength of a token's write. A delta rule's only decay: with Mamba's, most heads forget
+within a dozen tokens, and models that start so do not learn to recall in the time of softmax layers."""
 
 
 def _function_of(name: str, config: ModelConfig) -> Callable[[Tensor], Tensor] | None:
-    """Return the function of normal values for weights whose initial values are not normal; None for the others."""
+    """Return the function from normal values to non-normal initial weights; None for normal ones."""
     *_, layer, _, weight, _ = ["", "", "", "", *name.split(".")]
     if weight == "A_log":
         return _log_rates
@@ -69,11 +66,13 @@ def _function_of(name: str, config: ModelConfig) -> Callable[[Tensor], Tensor] |
     return partial(_rate_biases, least=_LEAST_STEP if is_mamba else _LEAST_DECAY)
 
 
+# A tensor is generated in blocks, each with its own key: a rank generates only the blocks that it holds a part of, and
+# any partition of the tensor gives the same values.
 class InitialTensor:
-    """The flattened ``initial_value`` of one parameter, of which any range can be read; best in ascending order."""
+    """One parameter's flattened ``initial_value``, readable in any range; best in ascending order."""
 
     def __init__(self, name: str, numel: int, config: ModelConfig, seed: int) -> None:
-        """Set up the tensor; ``numel`` is the number of values of the full model's tensor."""
+        """Set up the tensor; ``numel`` counts the values in the full model's tensor."""
         self._name, self._numel, self._seed = name, numel, seed
         self._constant, self._std = _constant(name, config), config.init_std
         if name.endswith("embed_tokens.weight") and config.embedding_std:
@@ -99,38 +98,38 @@ class InitialTensor:
             else:
                 part.copy_(self._kept(number)[inside : inside + len(part)])
             done += len(part)
-        # Each value depends only on its own normal value, so ranges of them can be read as of other weights.
+        # Each value depends only on its own normal value, so ranges can be read as for other weights.
         if self._function is not None:
             return self._function(out)
         return out.mul_(self._std)
 
     def copy_to(self, out: Tensor, start: int) -> None:
-        """Set the flat tensor ``out`` to the values from ``start``."""
+        """Fill the flat tensor ``out`` with the values from ``start``."""
         for at in range(0, len(out), COPIED_VALUES):
             block = out[at : at + COPIED_VALUES]
             block.copy_(self.read(start + at, len(block)))
 
     def _size(self, number: int) -> int:
-        """Return the number of values of a block: the last one has the rest."""
+        """Return a block's size; the last block has the remainder."""
         return min(BLOCK_VALUES, self._numel - number * BLOCK_VALUES)
 
     def _kept(self, number: int) -> Tensor:
-        """Return a block, which is kept for the range that continues inside of it."""
+        """Return a block, cached for the range that continues inside it."""
         if self._drawn != number:
             self._block, self._drawn = torch.empty(self._size(number)), number
             self._draw(number, self._block)
         return self._block
 
     def _draw(self, number: int, out: Tensor) -> None:
-        # No value depends on which tensors and parts of them a process holds. The key has 128 bits: PyTorch's generator
-        # takes 32 of a seed, and among a million blocks some would be equal.
+        # No value depends on which tensors and parts a process holds. The key has 128 bits: PyTorch's generator takes
+        # 32 from a seed, and among a million blocks some would be equal.
         digest = hashlib.sha256(f"{self._seed}:{self._name}:{number}".encode()).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))
         generator.standard_normal(dtype=np.float32, out=out.numpy())
 
 
 def _sums(name: str, config: ModelConfig) -> int:
-    """Return the number of projections that are added to the residual stream of a tensor's stack."""
+    """Count the projections that write to the residual stream in a tensor's stack."""
     if name.startswith("encoder."):
         return 2 * config.encoder_layers
     if config.encoder_layers:
@@ -139,9 +138,9 @@ def _sums(name: str, config: ModelConfig) -> int:
 
 
 def _constant(name: str, config: ModelConfig) -> float | None:
-    """Return the value of a parameter that is not random, else None."""
+    """Return a constant parameter's value; None if the parameter is random."""
     if name.endswith("norm.weight"):
-        # The norm inside of a gated delta layer never adds 1.
+        # A gated delta layer's inner norm never adds 1.
         if name.endswith(("self_attn.norm.weight", "self_attn.o_norm.weight")):
             return 1.0
         if config.norm_offset:

@@ -1,7 +1,8 @@
-"""PyTorch's linear and embedding layers without their own initialisation, and a weight that is a layer by itself.
+"""PyTorch's linear and embedding layers without their own initialization, and a weight that is a layer by itself.
 
-``longctx.model.layers.initialize`` gives every tensor values that depend only on its name and a seed; PyTorch's would
-cost time and draw from the process's global generator."""
+``longctx.model.layers.initialize`` derives every tensor from its name and a seed; PyTorch's initialization would cost
+time and draw from the process's global generator.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ class Linear(nn.Linear):
     """``nn.Linear`` with weights left for ``Decoder.initialize`` or a state dict to fill."""
 
     products: Products = "native"
-    """How a CPU multiplies bfloat16; ``set_products`` chooses it for a whole model."""
+    """bfloat16 matmul on a CPU; ``set_products`` selects it for an entire model."""
 
     def forward(self, input: Tensor, *, only_graph: bool = False) -> Tensor:
-        """Return the product; with ``only_graph`` only its graph, and NaN (``linear_graph``)."""
-        # A module finds its attributes slowly: the two would take a tenth of the time of a generated token's product.
+        """Multiply by the weight; with ``only_graph`` build only the graph and return NaN (``linear_graph``)."""
+        # Module attribute access is slow: these two would take a tenth of the time for a generated token's matmul.
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
         if only_graph:
@@ -28,25 +29,25 @@ class Linear(nn.Linear):
         return linear(input, weight, bias, products=self.products)
 
     def reset_parameters(self) -> None:
-        """Do nothing."""
+        """Skip PyTorch's initialization."""
 
 
 class Embedding(nn.Embedding):
     """``nn.Embedding`` with a table left for ``Decoder.initialize`` or a state dict to fill."""
 
     def reset_parameters(self) -> None:
-        """Do nothing."""
+        """Skip PyTorch's initialization."""
 
 
 def set_products(model: nn.Module, products: Products) -> None:
-    """Let every linear layer of the model multiply in this way on a CPU, as ``model.to`` gives all one dtype."""
+    """Select the bfloat16 matmul on a CPU in every linear layer, as ``model.to`` sets a dtype."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.products = products
 
 
 class Weight(nn.Module):
-    """Parameter that other modules use. Calling it returns a copy: ZeRO-3 takes the parameter back after the call."""
+    """Parameter that other modules use. Calling it returns a copy: ZeRO-3 releases the parameter after the call."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The FFN of one width, and its activations, which keep only their inputs for backward.
+"""Dense FFN, and its activations, which keep only their inputs for backward.
 
 Axes: N tokens (any leading shape), M model width, F FFN width.
 """
@@ -35,7 +35,7 @@ _ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": nn.functional.gelu,
     "geglu_tanh": _gelu_tanh,
 }
-"""Of kinds that multiply up by a function of gate alone."""
+"""For kinds that multiply up by a function of gate alone."""
 
 _ACTIVATION_GRADIENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": torch.ops.aten.silu_backward,
@@ -45,7 +45,7 @@ _ACTIVATION_GRADIENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class GatedLinear(Linear):
-    """Projection after a gated activation, which keeps the activation's two inputs and not its result."""
+    """Projection after a gated activation; it keeps the activation's two inputs, not its result."""
 
     def forward(  # type: ignore[override]
         self, gate_NF: Tensor, up_NF: Tensor, kind: str, *, only_graph: bool = False
@@ -60,7 +60,7 @@ class FeedForward(nn.Module):
         super().__init__()
         M, self.activation = config.hidden_size, config.activation
         self.is_gated = config.activation in GATED
-        # in this order, which state dicts and ZeRO's flat buffers follow
+        # State dicts and ZeRO's flat buffers follow this order.
         if self.is_gated:
             self.gate_proj = Linear(M, ffn_size, bias=bias)
         self.up_proj = Linear(M, ffn_size, bias=bias)
@@ -70,7 +70,7 @@ class FeedForward(nn.Module):
             self.down_proj = Linear(ffn_size, M, bias=bias)
 
     def forward(self, x_NM: Tensor, *, only_graph: bool = False) -> Tensor:
-        """Return the output; with ``only_graph`` NaN, for a second run if backward does not read its output."""
+        """Compute the output; with ``only_graph`` return NaN, for a second run if backward does not read the output."""
         if self.is_gated:
             gate_NF, up_NF = self.gate_proj(x_NM), self.up_proj(x_NM)
             return self.down_proj(gate_NF, up_NF, self.activation, only_graph=only_graph)
@@ -78,25 +78,25 @@ class FeedForward(nn.Module):
 
 
 _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
-"""GPT-OSS's steepness of the sigmoid and bound on both inputs."""
+"""GPT-OSS's sigmoid steepness, and bound on both inputs."""
 
 
 def gated(kind: str, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None) -> Tensor:
-    """Return activation(gate) · up, each row times ``scale`` if one is given. Autograd does not record it."""
+    """Compute activation(gate) · up, each row times ``scale`` if given. Autograd does not record it."""
     product = _product(kind, gate_NF, up_NF)
     if scale_N is None:
         return product
-    # Float32 scales: multiplied in float32 and rounded once, without a full product in float32.
+    # Float32 scales: multiplied in float32 and rounded once, without a full float32 tensor.
     return product.mul_(scale_N.unsqueeze(-1))
 
 
 def gated_backward(
     kind: str, dout_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, scale_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of ``gated`` for gate, up and scale; ``dout`` is overwritten."""
+    """Compute ``gated``'s gradients for gate, up and scale; ``dout`` is overwritten."""
     dscale = None
     if scale_N is not None:
-        # one number from F channels: summed in float32
+        # One number from F channels: summed in float32.
         product = _product(kind, gate_NF, up_NF)
         dscale = product.mul_(dout_NF).sum(-1, dtype=accumulate_dtype(up_NF.dtype)).to(scale_N.dtype)
         del product
@@ -115,14 +115,14 @@ def gated_linear(
     products: Products,
     only_graph: bool = False,
 ) -> Tensor:
-    """Return (activation(gate) · up) · weightᵀ + bias, [N, M].
+    """Compute (activation(gate) · up) · weightᵀ + bias, [N, M].
 
-    Backward forms the inner product again, so it is not kept. With ``only_graph`` no value is computed, and the result
-    is NaN (``linear_graph``).
+    Backward computes activation(gate) · up again, so it is not kept. With ``only_graph`` no value is computed, and the
+    result is NaN (``linear_graph``).
     """
     if not torch.is_grad_enabled():
         return multiply(gated(kind, gate_NF, up_NF), weight_MF, bias_M, products=products)
-    # Its gradient uses autograd, which a graph cannot hold; the kept tensors of a graph are its partitioner's choice.
+    # Its gradient uses autograd, which a graph cannot hold; in a graph the partitioner decides what is kept.
     if kind == "swiglu_oai" and torch.compiler.is_compiling():
         multiplied = linear
         if only_graph:
@@ -132,7 +132,7 @@ def gated_linear(
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Autograd function that saves the parameter itself: ZeRO-3 frees a gathered weight by emptying the parameter."""
+    """Autograd function that saves the parameter itself: ZeRO-3 frees a gathered weight by emptying it."""
 
     @staticmethod
     def forward(
@@ -155,7 +155,7 @@ class _GatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):  # type: ignore[override]
         gate, up, weight = ctx.saved_tensors
-        # the function of gate serves the product and up's gradient: it costs as much as three products
+        # Computed once for the result and up's gradient: the function of gate costs as much as three multiplications.
         activated: Tensor | None = None
         if ctx.kind in _ACTIVATION:
             activated = _ACTIVATION[ctx.kind](gate)
@@ -166,7 +166,7 @@ class _GatedLinear(torch.autograd.Function):
             dout, inner, weight, needs_x=True, needs_weight=ctx.needs_input_grad[2], products=ctx.products
         )
         assert dinner is not None
-        # Here backward is largest: of the five tensors of this size that are then alive two are results.
+        # Backward's memory peaks after this: five tensors of this size are alive, two of them results.
         del inner
         dgate, dup = _product_gradient(ctx.kind, dinner, gate, up, activated)
         dbias: Tensor | None = None
@@ -176,7 +176,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
-    """Return activation(gate) · up, in new memory."""
+    """Compute activation(gate) · up in new memory."""
     if kind == "swiglu_oai":
         gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
         return (gate * torch.sigmoid(_OAI_ALPHA * gate)).mul_(up + 1)
@@ -186,9 +186,9 @@ def _product(kind: str, gate: Tensor, up: Tensor) -> Tensor:
 def _product_gradient(
     kind: str, dout: Tensor, gate: Tensor, up: Tensor, activated: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up; overwrite ``dout``, and ``activated``, the function of gate, if given."""
+    """Compute gradients for gate and up; overwrite ``dout``, and ``activated``, the function of gate, if given."""
     if kind == "swiglu_oai":
-        # PyTorch has no operator for this gradient: autograd composes it from its pieces', on this product only
+        # PyTorch has no operator for this gradient: autograd composes it, on this product only.
         with torch.enable_grad():
             inputs = gate.detach().requires_grad_(), up.detach().requires_grad_()
             bounded, other = inputs[0].clamp(max=_OAI_LIMIT), inputs[1].clamp(-_OAI_LIMIT, _OAI_LIMIT)

@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm; statistics are float32 in any model dtype, and results are rounded once.
 
-Axes: M normalised width; leading axes are any.
+Axes: M normalized width; leading axes are any.
 """
 
 from __future__ import annotations
@@ -38,4 +38,4 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(size, eps=eps)
 
     def reset_parameters(self) -> None:
-        """Do nothing: ``Decoder.initialize`` or a state dict fills them."""
+        """Skip PyTorch's initialization: ``Decoder.initialize`` or a state dict fills the weights."""

@@ -1,7 +1,6 @@
-"""Cross attention: queries of the batch's tokens, keys and values of a source's, and its arguments in a pass.
+"""Cross attention: queries from the batch's tokens, keys and values from a source, and its arguments in a pass.
 
-Axes: B rows, t tokens of this rank, s those of the source, M model width, H query heads, K key/value heads, D head
-size.
+Axes: B rows, t tokens of this rank, s source tokens, M model width, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from longctx.model.source import EncodedSource
 
 
 class CrossAttention(nn.Module):
-    """Projections as in softmax attention, but without positions: the source's tokens have theirs."""
+    """Projections as in softmax attention, but without positions: the source's tokens have their own."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -38,11 +37,11 @@ class CrossAttention(nn.Module):
             self.k_norm = build_norm(config, D)
 
     def queries(self, x_BtM: Tensor) -> Tensor:
-        """Return queries [B, t, H, D]."""
+        """Project tokens to queries [B, t, H, D]."""
         return self._heads(self.q_proj(x_BtM), "q_norm")
 
     def keys_and_values(self, source_BsM: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, s, K, D] of a source, on the ranks that hold it."""
+        """Project a source to keys and values [B, s, K, D], on the ranks that hold it."""
         return self._heads(self.k_proj(source_BsM), "k_norm"), self._heads(self.v_proj(source_BsM), "")
 
     def output(self, heads_BtHD: Tensor) -> Tensor:
@@ -60,7 +59,7 @@ class CrossAttention(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class CrossCall:
-    """Arguments of a forward pass for the cross attention of its layers."""
+    """Cross attention's arguments in a forward pass, for all layers."""
 
     core: PassCore
     plan: Plan

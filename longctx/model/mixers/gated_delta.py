@@ -1,7 +1,7 @@
-"""Layers with a gated delta rule: their projections, and their core in one process.
+"""Gated delta rule layers: their projections, and their single-process core.
 
-Axes: B rows, t tokens of this rank, M model width, K key heads, G value heads of a key head, H = K·G, D key head size,
-V value head size, R tokens before its own that the convolution reads.
+Axes: B rows, t tokens of this rank, M model width, K key heads, G value heads per key head, H = K·G, D key head size, V
+value head size, R preceding tokens that the convolution reads.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from longctx.model.rotary import RotaryTable
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated DeltaNet (arXiv 2412.06464; Qwen3-Next): one decay a head, and a SiLU gate on the normed output.
+    """Gated DeltaNet (arXiv 2412.06464; Qwen3-Next): one decay per head, and a SiLU gate on the normed output.
 
-    The core takes the query, the key and the values of each key head, with the inputs of decay and β appended to the
-    values. Positions are up to the core: there is no rotary table.
+    The core takes each key head's query, key and values, with the inputs to decay and β appended to the values.
+    Positions are up to the core: there is no rotary table.
     """
 
     gates_output = True
@@ -57,10 +57,10 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(values, M, bias=False)
 
     def core_weights(self) -> tuple[Tensor, ...]:
-        """Return the ``Weights`` of the rule, heads first."""
+        """Return the rule's ``Weights``, heads first."""
         K, D = self.sizes.key_heads, self.sizes.key_dim
         conv_CR = self.conv1d().squeeze(1)
-        # On disk all queries' channels come first, then all keys'; the core takes them by key head.
+        # On disk all query channels come first, then all key channels; the core takes them by key head.
         parts = conv_CR.split((K * D, K * D, len(conv_CR) - 2 * K * D))
         conv_KCR = torch.cat([part.unflatten(0, (K, -1)) for part in parts], dim=1)
         rates = self.A_log().unflatten(0, (K, -1))
@@ -68,22 +68,22 @@ class GatedDeltaNet(nn.Module):
 
     @staticmethod
     def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
-        """Return the heads of the results of ``project``."""
+        """Return the head counts and sizes that ``project`` produces."""
         K, H, D, V, _ = config.delta_sizes
         return Heads(K, K, D, H // K * (V + 2))
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys [B, t, K, D], and values [B, t, K, G·V] followed by the inputs of decay and β."""
+        """Project to queries and keys [B, t, K, D], and values [B, t, K, G·V] followed by the inputs to decay and β."""
         K = self.sizes.key_heads
         q, k, v = self._channels(x_BtM, only_graph=only_graph)
-        # They travel with the values, so that code that stores or sends these needs no further tensor.
+        # They travel with the values, so that code that stores or sends values needs no further tensor.
         a, b = (f(x_BtM, only_graph=only_graph).unflatten(-1, (K, -1)) for f in (self.in_proj_a, self.in_proj_b))
         return q, k, torch.cat((v, a, b), dim=-1)
 
     def _channels(self, x_BtM: Tensor, *, only_graph: bool) -> list[Tensor]:
-        """Return queries and keys [B, t, K, D], and values [B, t, K, G·V]."""
+        """Project to queries and keys [B, t, K, D], and values [B, t, K, G·V]."""
         K, D = self.sizes.key_heads, self.sizes.key_dim
         channels = self.in_proj_qkv(x_BtM, only_graph=only_graph)
         parts = channels.split((K * D, K * D, channels.shape[-1] - 2 * K * D), dim=-1)
@@ -92,16 +92,16 @@ class GatedDeltaNet(nn.Module):
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
         """Norm and gate the values' outputs [B, t, K, G·V], and mix them back to the model width [B, t, M]."""
         assert input_BtM is not None
-        # From the input, and not from the projections: a gate that is stored would be as wide as the values.
+        # From the input, not from the projections: a stored gate would be as wide as the values.
         gate_BtHV = self.in_proj_z(input_BtM).unflatten(-1, (self.sizes.value_heads, -1))
         return self.out_proj(self.norm(heads_BtHV.reshape(gate_BtHV.shape), gate_BtHV).flatten(-2))
 
 
 class KimiDeltaAttention(GatedDeltaNet):
-    """Kimi Delta Attention (arXiv 2510.26692): a decay a channel, and a sigmoid gate, both from narrow latents."""
+    """Kimi Delta Attention (arXiv 2510.26692): one decay per channel, and a sigmoid gate, both from narrow latents."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
-        # Other projections than the base class has, around the same core.
+        # Other projections than in the base class, around the same core.
         nn.Module.__init__(self)
         M, self.sizes = config.hidden_size, config.delta_sizes
         K, D = self.sizes.key_heads, self.sizes.key_dim
@@ -141,7 +141,7 @@ class KimiDeltaAttention(GatedDeltaNet):
 
 
 class Mamba2(GatedDeltaNet):
-    """Mamba-2 (arXiv 2405.21060): its C, B and x are queries, keys and values; dt is the input of decay and of β."""
+    """Mamba-2 (arXiv 2405.21060): its C, B and x are queries, keys and values; dt is the input to decay and β."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         nn.Module.__init__(self)
@@ -180,7 +180,7 @@ class Mamba2(GatedDeltaNet):
 
 
 class GateThenNorm(nn.Module):
-    """x · silu(gate), normed group by group of channels, times the weight; in float32 (float64 for float64 inputs)."""
+    """x · silu(gate), normed per channel group, times the weight; in float32 (float64 for float64 inputs)."""
 
     def __init__(self, size: int, group: int, eps: float) -> None:
         super().__init__()
@@ -210,16 +210,16 @@ class GatedNorm(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class LocalDeltaPlan:
-    """Segments that states pass through, and the factor of β."""
+    """Segments that states pass through, and the factor on β."""
 
     segments: Segments
     beta_scale: float
 
 
 class LocalGatedDelta(AttentionCore):
-    """The gated delta rule in one process, which holds every token: its documents are segments.
+    """Gated delta rule in one process, which holds every token: its documents are segments.
 
-    A cache holds the states of a layer and the tokens that its convolution reads again, however many it has seen.
+    A cache holds a layer's states and the tokens that its convolution reads again, for any number of past tokens.
     """
 
     def plan(
@@ -229,7 +229,7 @@ class LocalGatedDelta(AttentionCore):
         if shapes.cached_tokens is None:
             shapes.check_whole(mask.documents)
             return LocalDeltaPlan(Segments(mask.documents), shapes.beta_scale)
-        # Before the first token there is no state, and a segment that takes none needs no exchange.
+        # Before the first token there is no state to take.
         takes: tuple[int, ...] = ()
         if shapes.cached_tokens:
             takes = (0,)
@@ -247,7 +247,7 @@ class LocalGatedDelta(AttentionCore):
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Return the output [B, t, K, G·V]; there are no ``scores``."""
+        """Compute the output [B, t, K, G·V]; there are no ``scores``."""
         B, T, K = q_BtKD.shape[:3]
         given = weights_of(weights)
         if cache is None:
@@ -256,7 +256,7 @@ class LocalGatedDelta(AttentionCore):
             options = Options(segments=plan.segments, beta_scale=plan.beta_scale, saved=recompute_cache)
             out, _ = gated_delta(as_tokens(q, k, v, given), given, options)
             return out.view(B, T, K, -1)
-        # Short chunks for few tokens: a generated one would otherwise pay for sixty-four.
+        # Short chunks for few tokens: a generated token would otherwise cost as much as sixty-four.
         tokens, carried = as_tokens(q_BtKD, k_BtKD, v_BtKX, given), cache.state
         options = Options(segments=plan.segments, beta_scale=plan.beta_scale, chunk=min(T, CHUNK))
         out, states = gated_delta(tokens, given, options, carried)
@@ -265,18 +265,18 @@ class LocalGatedDelta(AttentionCore):
 
 
 def as_tokens(q_BtKD: Tensor, k_BtKD: Tensor, v_BtKX: Tensor, weights: Weights | StateSpaceWeights) -> Tokens:
-    """Split the results of ``GatedDeltaNet.project`` into the fields of ``Tokens``."""
+    """Split ``GatedDeltaNet.project``'s results into the fields of ``Tokens``."""
     G, X = weights.rate_bias_KGX.shape[1:]
     v, a, b = v_BtKX.split((v_BtKX.shape[-1] - G * X - G, G * X, G), dim=-1)
     return Tokens(q_BtKD, k_BtKD, v.unflatten(-1, (G, -1)), a.unflatten(-1, (G, X)), b)
 
 
 def newest(tokens: Tokens, weights: Weights | StateSpaceWeights, carried: Carried | None) -> Tensor:
-    """Return the channels of the last tokens, which the convolution of the next ones reads, [1, B, R, K, C]."""
+    """Return the last tokens' channels, which the next tokens' convolution reads, [1, B, R, K, C]."""
     reach = weights.conv_KCR.shape[-1] - 1
     num_tokens = tokens.q_BtKD.shape[1]
     own = tokens.channels(slice(max(0, num_tokens - reach), num_tokens))
-    # As the states, so that a cache has one dtype.
+    # In the states' dtype, so that a cache has a single one.
     own = own.to(accumulate_dtype(own.dtype))
     missing = reach - own.shape[1]
     if not missing:

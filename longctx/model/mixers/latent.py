@@ -1,7 +1,7 @@
-"""Projections of multi-head latent attention.
+"""Projections for multi-head latent attention.
 
 Axes: B rows, t tokens of this rank, M model width, H heads, D query/key head size, V value head size, R rotary
-channels, N channels without positions, C channels of the latent of keys and values.
+channels, N channels without positions, C latent channels for keys and values.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from longctx.model.mixers.network import Heads
 from longctx.model.rotary import RotaryTable, apply_rotary_to_both
 
 _LATENT_EPS = 1e-6
-"""Epsilon of the norms in latents, whatever the model's: DeepSeek's code leaves them at this."""
+"""Epsilon for the latents' norms, whatever the model's: DeepSeek's code leaves them at this."""
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (arXiv 2405.04434 §2.1): heads unfold from narrow latents of queries and of keys.
+    """Multi-head latent attention (arXiv 2405.04434 §2.1): heads unfold from narrow latents for queries and for keys.
 
-    A key has channels that its head unfolds, and rotated channels that all heads share. A cache stores the latents and
-    no unfolded keys: queries are folded instead, so that all heads share one key. Its first channels are the value.
+    A key has channels that its head unfolds, and rotated channels that all heads share. A cache stores latents instead
+    of unfolded keys: queries are folded, so that all heads share one key. Its first channels are the value.
     """
 
     gates_output = False
@@ -38,7 +38,7 @@ class LatentAttention(nn.Module):
         self.rope_head_dim = R
         self.value_dim = V
         self.interleaved = spec.rope is not None and spec.rope.interleaved
-        # The smaller models of the family project queries directly, without a latent (DeepSeek-V2-Lite).
+        # The family's smaller models project queries directly, without a latent (DeepSeek-V2-Lite).
         self.q_lora_rank = config.q_lora_rank
         if config.q_lora_rank:
             self.q_a_proj = Linear(M, config.q_lora_rank, bias=config.qkv_bias)
@@ -47,7 +47,7 @@ class LatentAttention(nn.Module):
         else:
             self.q_proj = Linear(M, H * D, bias=False)
         self.kv_lora_rank = config.kv_lora_rank
-        # One product gives the latent and the rotary channels of the keys, which all heads share.
+        # One matmul gives the latent and the keys' rotary channels, which all heads share.
         self.kv_a_proj_with_mqa = Linear(M, config.kv_lora_rank + R, bias=config.qkv_bias)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps=_LATENT_EPS, offset=config.norm_offset)
         self.kv_b_proj = Linear(config.kv_lora_rank, H * (D - R + V), bias=False)
@@ -57,12 +57,12 @@ class LatentAttention(nn.Module):
             self.sinks = Weight(H)
 
     def core_weights(self) -> tuple[Tensor, ...]:
-        """Return the sinks, a logit for each head; empty if there are none."""
+        """Return the sinks, one logit per head; empty if the model has no sinks."""
         return () if self.sinks is None else (self.sinks(),)
 
     @staticmethod
     def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
-        """Return the heads of the results of ``project``: for a cache the latents, which all heads share."""
+        """Return the head counts and sizes that ``project`` produces: for a cache latents, which all heads share."""
         if cached:
             return Heads(
                 config.num_heads,
@@ -71,15 +71,15 @@ class LatentAttention(nn.Module):
                 config.kv_lora_rank,
                 values_in_keys=True,
             )
-        # Each head unfolds a key and a value of its own.
+        # Each head unfolds its own key and value.
         return Heads(config.num_heads, config.num_heads, config.head_dim, config.value_dim)
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys [B, t, H, D], values [B, t, H, V]; a head's last channels are rotary.
+        """Project to queries and keys [B, t, H, D], values [B, t, H, V]; a head's last channels are rotary.
 
-        With ``only_graph`` values that no backward reads are NaN. For a cache queries [B, t, H, C + R], keys
+        With ``only_graph`` values that no backward reads are NaN. For a cache, return queries [B, t, H, C + R], keys
         [B, t, 1, C + R], and their first C channels as values.
         """
         q_BtHD = self._queries(x_BtM, only_graph=only_graph).unflatten(-1, (self.num_heads, -1))
@@ -88,13 +88,13 @@ class LatentAttention(nn.Module):
         latent_BtC = self.kv_a_layernorm(latent)
         q_BtHN, q_BtHR = q_BtHD.split((N, R), dim=-1)
         k_Bt1R = k_BtR.unsqueeze(-2)
-        # Keys are rotated before they are repeated for the heads: once a token, not once a head.
+        # Keys are rotated before they are repeated for the heads: once per token, not once per head.
         if table is not None:
             q_BtHR, k_Bt1R = apply_rotary_to_both(
                 q_BtHR, k_Bt1R, table, interleaved=self.interleaved, only_graph=only_graph
             )
         if cached:
-            # q·(W latent) = (q W)·latent: the product with W moves from every key to the query.
+            # q·(W latent) = (q W)·latent: the matmul with W moves from every key to the query.
             q_BtHC = torch.einsum("bthn,hnc->bthc", q_BtHN, self._unfolding()[:, :N])
             k = torch.cat((latent_BtC.unsqueeze(-2), k_Bt1R), dim=-1)
             return torch.cat((q_BtHC, q_BtHR), dim=-1), k, k[..., : self.kv_lora_rank]
@@ -121,7 +121,7 @@ class LatentAttention(nn.Module):
 
 
 class UnfoldedLatentAttention(LatentAttention):
-    """Latent attention with a cache that holds no latents: the state of linear attention is of unfolded keys."""
+    """Latent attention with a cache that holds no latents: linear attention's state covers unfolded keys."""
 
     @staticmethod
     def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:

@@ -1,4 +1,4 @@
-"""The core of linear layers in one process: states in place of scores (``longctx/kernels/linear_attention.py``)."""
+"""Single-process core for linear layers: states instead of scores (``longctx/kernels/linear_attention.py``)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from longctx.model.recompute import RecomputeCache
 
 @dataclass(frozen=True, eq=False)
 class LocalLinearPlan:
-    """Segments of keys to sum, with the states that enter or leave them, and whether attention is causal."""
+    """Key segments to sum, with the states that enter or leave them, and whether attention is causal."""
 
     segments: Segments
     causal: bool
 
 
 class LocalLinearAttention(AttentionCore):
-    """Linear attention (feature map elu + 1) of one process, which holds every key: its documents are segments.
+    """Linear attention (feature map elu + 1, arXiv 2006.16236) in one process, which holds every key: documents are
+    segments.
 
-    A cache holds one state a layer, [1, B, K, D, V + 1], however many tokens it has seen.
+    A cache holds one state per layer, [1, B, K, D, V + 1], for any number of past tokens.
     """
 
     def plan(
@@ -57,7 +58,7 @@ class LocalLinearAttention(AttentionCore):
         weights: Sequence[Tensor] = (),
         recompute_cache: RecomputeCache | None = None,
     ) -> Tensor:
-        """Return output [B, t, H, V]. ``scores`` and ``weights`` are softmax's; recomputation forms the sums again."""
+        """Compute output [B, t, H, V]. ``scores`` and ``weights`` are softmax's; recomputation forms the sums again."""
         B, T, H, _ = q_BtHD.shape
         if cache is not None:
             segments, carried = plan.segments, cache.state

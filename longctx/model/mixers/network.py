@@ -1,7 +1,7 @@
-"""``MixerNetwork``: the projections around a core: queries, keys and values with their positions, and the way back.
+"""MixerNetwork: the projections around a core: to queries, keys and values with their positions, and back.
 
-The block calls the core in between. ``cached`` tells ``project`` and ``output`` whether a cache stores the keys: those
-of latent attention are then the latents.
+The block calls the core in between. ``cached`` tells ``project`` and ``output`` whether a cache stores the keys: latent
+attention then stores latents.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from longctx.model.rotary import RotaryTable
 
 
 class Heads(NamedTuple):
-    """Numbers and sizes of the heads that the core takes."""
+    """Head counts and sizes that the core takes."""
 
     num_heads: int
     """Query heads."""
     num_kv_heads: int
     head_dim: int
-    """Size of a query and a key head."""
+    """Size per query and key head."""
     value_dim: int
     values_in_keys: bool = False
-    """Whether values are the first channels of the keys, which a cache then stores once."""
+    """True if values are the keys' first channels, which a cache then stores once."""
 
 
 class MixerNetwork(Protocol):
-    """Module with the weights of a layer's mixer."""
+    """Module with a layer's mixer weights."""
 
     gates_output: bool
-    """Whether ``output`` reads the layer's normed input as well."""
+    """True if ``output`` also reads the layer's normed input."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None: ...
 
@@ -43,13 +43,13 @@ class MixerNetwork(Protocol):
 
     @staticmethod
     def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
-        """Return the heads of the results of ``project`` in layers with this mixer."""
+        """Return the head counts and sizes that ``project`` produces in layers with this mixer."""
         ...
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of the tokens. With ``only_graph`` values that no backward reads are NaN."""
+        """Project tokens to queries, keys and values. With ``only_graph`` values that no backward reads are NaN."""
         ...
 
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:

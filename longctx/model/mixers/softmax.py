@@ -1,7 +1,7 @@
-"""Projections of softmax attention with grouped queries, which linear attention has too; relative positions.
+"""Grouped-query projections, for softmax and linear attention; relative positions.
 
 Axes: B rows, t tokens of this rank, M model width, H query heads, K key/value heads, D query/key head size, V value
-head size, P channels of relative positions.
+head size, P channels for relative positions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longctx.model.rotary import RotaryTable, apply_rotary_to_both
 
 
 class GroupedQueryAttention(nn.Module):
-    """A projection each for queries, keys and values; K = H is multi-head, K = 1 multi-query attention."""
+    """One projection each for queries, keys and values; K = H is multi-head, K = 1 multi-query attention."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class GroupedQueryAttention(nn.Module):
         self.interleaved = spec.rope is not None and spec.rope.interleaved
         self.q_proj = Linear(M, H * D, bias=config.qkv_bias)
         self.k_proj = Linear(M, K * D, bias=config.qkv_bias)
-        # Registered also as None: then values are the keys, before norm and positions.
+        # Registered even if None: values are then the keys, before norm and positions.
         self.v_proj: Linear | None = None
         if not (isinstance(spec.mixer, Softmax) and spec.mixer.shares_values(config)):
             self.v_proj = Linear(M, K * D, bias=config.qkv_bias)
         self.o_proj = Linear(H * D, M, bias=config.o_bias)
-        # A full norm is one over the channels of all heads (OLMoE), the other one over those of each head (Qwen 3).
+        # A full norm covers all heads' channels (OLMoE), a head norm each head's (Qwen 3).
         if config.qk_norm == "full":
             self.q_norm = build_norm(config, H * D)
             self.k_norm = build_norm(config, K * D)
@@ -57,28 +57,28 @@ class GroupedQueryAttention(nn.Module):
             self.sinks = Weight(H)
 
     def core_weights(self) -> tuple[Tensor, ...]:
-        """Return the sinks, a logit for each query head; empty if there are none."""
+        """Return the sinks, one logit per query head; empty if the model has no sinks."""
         return () if self.sinks is None else (self.sinks(),)
 
     @staticmethod
     def heads(config: ModelConfig, mixer: Mixer, *, cached: bool) -> Heads:
-        """Return the heads of the results of ``project``."""
+        """Return the head counts and sizes that ``project`` produces."""
         K, D = mixer.key_heads(config)
         keys = D
         if config.position == "relative":
-            # Channels of the distance follow those of the content.
+            # Distance channels follow the content channels.
             keys += config.hidden_size
         return Heads(config.num_heads, K, keys, D)
 
     def project(
         self, x_BtM: Tensor, table: RotaryTable | None, *, cached: bool, only_graph: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, t, H, D], keys [B, t, K, D] and values [B, t, K, V], with positions in the first two.
+        """Project to queries [B, t, H, D], keys [B, t, K, D] and values [B, t, K, V], with positions in the first two.
 
         With relative positions queries and keys are wider than D. With ``only_graph`` values that no backward reads are
         NaN.
         """
-        # Norms read both, and relative positions are a product with the queries.
+        # Norms read both, and relative positions multiply the queries, so their values must be computed.
         skips = only_graph and self.qk_norm == "none" and self.relative is None and not self.v_norm
         q, k = self.q_proj(x_BtM, only_graph=skips), self.k_proj(x_BtM, only_graph=skips)
         v = k
@@ -102,20 +102,18 @@ class GroupedQueryAttention(nn.Module):
         return q, k, v
 
     def output(self, heads_BtHV: Tensor, input_BtM: Tensor | None, *, cached: bool) -> Tensor:
-        """Gate the heads' outputs if the model has such gates, and mix them back to the model width [B, t, M]."""
+        """Gate the heads' outputs if the model has gates, and mix them back to the model width [B, t, M]."""
         if input_BtM is not None:
             gates_BtHV = self.gate_proj(input_BtM).unflatten(-1, heads_BtHV.shape[2:])
             heads_BtHV = heads_BtHV * torch.sigmoid(gates_BtHV)
         return self.o_proj(heads_BtHV.flatten(-2))
 
 
+# sin and cos of i − j are sums of products of those of i and j, so the position term is a dot product too: query
+# channels computed from q and i times key channels computed from j only. Any kernel, and any ring, then computes it
+# exactly.
 class RelativePositions(nn.Module):
-    """Transformer-XL's scores (q + u)·k + (q + v)·W·r(i − j), r being sinusoids (arXiv 1901.02860 §3.3).
-
-    sin and cos of i − j are sums of products of those of i and of j, so the second term is a dot product too: of
-    query channels made from q and i, and key channels made from j only. Any kernel, and any ring, then computes it
-    exactly.
-    """
+    """Transformer-XL's scores (q + u)·k + (q + v)·W·r(i − j), r being sinusoids (arXiv 1901.02860 §3.3)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -127,24 +125,24 @@ class RelativePositions(nn.Module):
     def forward(self, q_BtHD: Tensor, k_BtKD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries [B, t, H, D + P] and keys [B, t, K, D + P]; the table is [B, t, P/2]."""
         factors_BtHP = _HeadProduct.apply(q_BtHD + self.position_bias, self.weight)
-        # The factors a of sin(i − j) and b of cos(i − j) are formed in the table's dtype, as the angles are.
+        # Factors a on sin(i − j) and b on cos(i − j), in the table's dtype, like the angles.
         a, b = factors_BtHP.to(cos.dtype).chunk(2, dim=-1)
         cos_i, sin_i = cos.unsqueeze(-2), sin.unsqueeze(-2)
         # a·sin(i − j) + b·cos(i − j) = (a·sin i + b·cos i)·cos j + (b·sin i − a·cos i)·sin j
         of_cos_j = a * sin_i + b * cos_i
         of_sin_j = b * sin_i - a * cos_i
         q = torch.cat((q_BtHD + self.content_bias, of_cos_j.to(q_BtHD.dtype), of_sin_j.to(q_BtHD.dtype)), dim=-1)
-        # The position channels of a key are the same in all heads.
+        # A key's position channels are equal in all heads.
         position_Bt1P = torch.cat((cos_i, sin_i), dim=-1).to(k_BtKD.dtype)
         k = torch.cat((k_BtKD, position_Bt1P.expand(-1, -1, k_BtKD.shape[2], -1)), dim=-1)
         return q, k
 
 
 class _HeadProduct(torch.autograd.Function):
-    """Autograd function of [B, t, H, D] times each head's [D, P].
+    """Autograd function for [B, t, H, D] times each head's [D, P].
 
-    It saves the parameter itself, not a view as einsum would: ZeRO-3 frees a gathered weight by emptying the
-    parameter, and a view would hold it until backward.
+    It saves the parameter itself, not a view as einsum would: ZeRO-3 frees a gathered weight by emptying the parameter,
+    and a view would hold it until backward.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The network of each mixer, and the cores in one process, by their names (``longctx/architecture/mixers``)."""
+"""Each mixer's network, and single-process cores, by their names (``longctx/architecture/mixers``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longctx.model.mixers.network import MixerNetwork
 from longctx.model.mixers.softmax import GroupedQueryAttention
 
 CROSS = "cross"
-"""The core of cross attention, which no mixer names."""
+"""Cross attention's core, which no mixer names."""
 NETWORKS: dict[str, type[MixerNetwork]] = {
     "softmax": GroupedQueryAttention,
     "latent": LatentAttention,
@@ -28,10 +28,10 @@ NETWORKS: dict[str, type[MixerNetwork]] = {
 
 
 def with_local_cores(cores: Mapping[str, AttentionCore], products: Products) -> dict[str, AttentionCore]:
-    """Return the cores, with cores in one process for missing names.
+    """Return the cores, with single-process cores for missing names.
 
-    That of cross attention, ``cross``, is softmax attention's if it is missing. Raise ConfigError for names that no
-    mixer has.
+    If ``cross`` is missing, cross attention uses softmax attention's core. Raise ConfigError for names that no mixer
+    has.
     """
     local: dict[str, AttentionCore] = {
         "softmax": LocalAttention(products=products),
@@ -43,5 +43,5 @@ def with_local_cores(cores: Mapping[str, AttentionCore], products: Products) -> 
     if unknown:
         raise ConfigError(f"no mixer has the core {sorted(unknown)}; known: {known}.")
     found = {**local, **cores}
-    # Over ranks as well: cross attention is softmax attention with separate documents for the keys.
+    # Across ranks too: cross attention is softmax attention with separate documents for the keys.
     return {CROSS: found["softmax"], **found}

@@ -1,4 +1,4 @@
-"""flash-attn 2 and 4 and PyTorch's CUDA flash operator behind our kernel contract: one adapter, a table of libraries.
+"""flash-attn 2, 3 and 4 and PyTorch's CUDA flash operator behind our kernel interface: one adapter for a library table.
 
 Axes: n query and m key rows packed for one call, H query heads, K key heads, D query/key head size, V value head size.
 """
@@ -18,7 +18,7 @@ from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKer
 
 
 class FlashKernel(VarlenKernel):
-    """Kernel of one library of the table: any mask; bfloat16 and float16 heads up to 256."""
+    """Kernel for one library from the table: any mask; bfloat16 and float16 heads up to 256."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class FlashKernel(VarlenKernel):
         capability: tuple[int, int] | None = None,
         deterministic: bool = False,
     ) -> None:
-        """Create the kernel of ``library``.
+        """Create the kernel for ``library``.
 
-        ``ops`` holds the library's functions (None: import them when first needed), ``capability`` is the compute
-        capability to assume (None: the current CUDA device's). A deterministic kernel has a name of its own, since it
-        is slower: ``auto`` takes it only on request.
+        ``ops`` holds the library's functions (None: import them on first use), ``capability`` is the compute capability
+        to assume (None: the current CUDA device's). A deterministic kernel has its own name, since it is slower:
+        ``auto`` takes it only on request.
         """
         name = library.name
         if deterministic:
@@ -44,14 +44,14 @@ class FlashKernel(VarlenKernel):
         return self.unsuited(request) or self.missing()
 
     def missing(self) -> str | None:
-        """Return why the library is not available on this machine, or None if it is."""
+        """Return why the library is unavailable on this machine; None if it is available."""
         functions = self._functions()
         if isinstance(functions, str):
             return functions
         return None
 
     def unsuited(self, request: KernelRequest) -> str | None:
-        """Return why the request could not be served on this device even if the library were installed, or None."""
+        """Return why this device could not serve the request even with the library installed; None if it could."""
         library = self.library
         if why := self.refusal(request, dtypes=HALF, largest_head=256):
             return why
@@ -103,7 +103,7 @@ class FlashKernel(VarlenKernel):
         if library.has_deterministic:
             arguments["deterministic"] = self.deterministic
         if library.takes_random_state:
-            # for dropout, which is not used: never read
+            # dropout state, never read
             state = torch.empty(2, dtype=torch.uint64, device=dout_nHV.device)
             arguments |= {"rng_state": state, "unused": state.new_empty(())}
         if library.writes_gradients:
@@ -115,7 +115,7 @@ class FlashKernel(VarlenKernel):
         return grads[0], grads[1], grads[2], None
 
     def _arguments(self, call: VarlenCall, scores: Scores) -> dict[str, Any]:
-        """Return the arguments that both passes share, under our names."""
+        """Build the arguments that both passes share, under our names."""
         library = self.library
         longest = call.max_seqlen_k
         if library.clamps_windows and (call.left, call.right) != (UNBOUNDED, UNBOUNDED):
@@ -144,11 +144,11 @@ class FlashKernel(VarlenKernel):
         return getattr(functions, function)(**{spelling.get(name, name): value for name, value in arguments.items()})
 
     def _functions(self) -> Any:
-        """Return the object that holds the library's functions, or the reason (a string) why there is none."""
+        """Return the object that holds the library's functions, or a string with the reason why it is unavailable."""
         return self.library.load() if self.ops is None else self.ops
 
 
 def _is_process_deterministic() -> bool:
-    """Return whether PyTorch's operators must repeat to the bit: a process-wide switch that we never set."""
+    """Return whether PyTorch requires deterministic operators: a process-wide switch that we never set."""
     enabled = torch.are_deterministic_algorithms_enabled()
     return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,11 +1,11 @@
-"""Translation of a slice table to few calls of a varlen flash kernel. Pure; knows shapes and windows, no kernel.
+"""Translate a slice table into few varlen flash kernel calls. Pure: handles shapes and windows, calls no kernel.
 
 A varlen call takes packed query rows and packed key rows, both cut into the same number of sequences, and one window
-for all: query row i of a sequence of sq rows sees key j of its sk keys if ``-right <= i + sk - sq - j <= left``,
-that is, counted from the *last* row (bottom-right). −1 leaves a side open; a bound cannot be negative. Two sequences
-of a call share neither query nor key rows, so forward needs no merge and backward no addition within it.
+for all: query row i in a sequence with sq rows sees key j among sk keys if ``-right <= i + sk - sq - j <= left``, that
+is, counted from the *last* row (bottom-right). −1 leaves a side open; a bound cannot be negative. Two sequences in a
+call share neither query nor key rows, so within a call forward needs no merge and backward no addition.
 
-``groups.py`` brings slices to that form.
+``groups.py`` brings slices into that form.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from longctx.kernels.attention.slices import K_START, K_STOP, OFFSET, Q_START, Q
 __all__ = ["UNBOUNDED", "Rows", "VarlenCall", "calls_of", "translate"]
 
 Rows = slice | Tensor
-"""Rows of a tensor: a slice where they are neighbours, else their int64 indices."""
+"""Rows of a tensor: a slice if contiguous, else int64 indices."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VarlenCall:
-    """One call: its packed rows, the bounds of its sequences, its window. Made on the CPU, for one batch row."""
+    """One call: packed rows, sequence bounds and window. Built on the CPU, for one batch row."""
 
     queries: Rows
     keys: Rows
     num_queries: int
     num_keys: int
     cu_seqlens_q: Tensor
-    """Int32 bounds of the sequences in the packed query rows, [sequences + 1]."""
+    """Int32 sequence bounds in the packed query rows, [sequences + 1]."""
     cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
     left: int
     right: int
     is_first: bool
-    """Whether no earlier call touches any of its query rows."""
+    """Whether no previous call touches any of its query rows."""
     steps: Tensor
-    """Tokens of a sequence stand ``step·(i − j) + offset`` apart, i and j counted from its first rows; int64."""
+    """Token distances in a sequence are ``step·(i − j) + offset``, with i and j counted from its first rows; int64."""
     offsets: Tensor
 
     def on_device(self, B: int, device: torch.device) -> VarlenCall:
-        """Return the call for B batch rows of the same sequences, with its tensors copied to the device."""
+        """Repeat the call for B batch rows with the same sequences, and copy its tensors to the device."""
 
         def copied(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=True)  # no wait for the kernels before it
+            return x.to(device, non_blocking=True)  # do not block on preceding kernels
 
         def bounds(cu_seqlens: Tensor) -> Tensor:
-            """Return the bounds of the sequences of all batch rows, one row after another."""
+            """Return the sequence bounds for all batch rows, one row after another."""
             first = torch.arange(B, dtype=cu_seqlens.dtype)[:, None] * cu_seqlens[-1]
             return copied(torch.cat((cu_seqlens[:1], (cu_seqlens[1:] + first).flatten())))
 
@@ -79,17 +79,17 @@ class VarlenCall:
 
 @once_per_table
 def translate(slices: Tensor, *, distances: bool = False) -> tuple[VarlenCall, ...]:
-    """Return the calls that together compute every slice exactly once, those with most query rows first.
+    """Translate a table into calls that together compute every slice exactly once, most query rows first.
 
-    With ``distances`` each sequence has one step and one offset, so no two slices are joined and none is cut.
+    With ``distances`` each sequence has one step and one offset, so slices are neither joined nor cut.
     """
     groups = group_slices(slices, distances=distances)
-    # the largest call first: most often it names all rows, and then nothing is merged
+    # Largest call first: it usually covers all rows, and then no merge is needed.
     return calls_of(sorted(groups, key=lambda group: -int((group.work[:, Q_STOP] - group.work[:, Q_START]).sum())))
 
 
 def calls_of(groups: Iterable[Group]) -> tuple[VarlenCall, ...]:
-    """Return a call for each group, in their order."""
+    """Build one call per group, in order."""
     groups, calls = list(groups), []
     touched = np.zeros(max((int(group.work[:, Q_STOP].max()) for group in groups), default=0), dtype=bool)
     for group in groups:
@@ -103,7 +103,7 @@ def calls_of(groups: Iterable[Group]) -> tuple[VarlenCall, ...]:
 
 
 def _call(group: Group, queries: Rows, *, is_first: bool) -> VarlenCall:
-    """Return the call of a group; each of its slices becomes a sequence."""
+    """Build a group's call; each slice becomes a sequence."""
     work = group.work
     q_lengths = work[:, Q_STOP] - work[:, Q_START]
     k_lengths = work[:, K_STOP] - work[:, K_START]
@@ -131,7 +131,7 @@ def _cumulative(lengths: ndarray) -> Tensor:
 
 
 def _rows(starts: ndarray, stops: ndarray) -> Rows:
-    """Return the rows of these ranges, in this order."""
+    """Return the rows in these ranges, in order."""
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
     lengths = stops - starts

@@ -1,11 +1,7 @@
-"""cuDNN's fused attention, through PyTorch's operator for it, behind our kernel contract.
+"""cuDNN's fused attention, through PyTorch's operator, behind our kernel interface. For PyTorch 2.11 to 2.13.
 
-Written for PyTorch 2.11 to 2.13. The operator attends within one sequence, to all keys or causally from the top-left
-corner. So slices are cut into rectangles and squares, a call each: it suits rows of one document, or a few long ones.
-``auto`` does not take it, for two more reasons: cuDNN makes a plan for each pair of lengths, which takes a good part of
-a second and is kept forever, and its gain has not been measured on a GPU yet. Its form for packed sequences is not
-used: PyTorch makes that plan again in every call of backward, and counts in 32 bits, too few for 2^31 values of a
-tensor.
+The operator attends within one sequence, to all keys or causally from the top-left corner, so slices are cut into
+rectangles and squares, one call each. That suits rows with one document, or a few long ones.
 
 Axes: B batch, n query and m key rows of one sequence, H query heads, K key heads, D query/key head size, V value head
 size.
@@ -28,15 +24,19 @@ from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKer
 from longctx.kernels.attention.slices import HI, K_START, K_STOP, LO, Q_START, Q_STOP, once_per_table
 
 _FAR = 1 << 39
-"""Half of what stands for an open bound in trimmed work: any bound of a real mask is smaller."""
+"""Half the open bound's value in trimmed work: larger than any real bound."""
 _FIRST_WITH_192 = 91100
-"""The first cuDNN with heads of 192 and values of 128, on Hopper and Blackwell."""
+"""First cuDNN version with 192-channel heads and 128-channel values, on Hopper and Blackwell."""
 
 
+# ``auto`` never picks this kernel, for two more reasons: cuDNN builds a plan per pair of lengths, which takes a good
+# part of a second and is cached forever, and its gain has not been measured on a GPU yet. Its packed-sequence form is
+# unused: PyTorch rebuilds that plan in every backward call, and indexes with 32 bits, too few for tensors with 2^31
+# values.
 class CudnnKernel(VarlenKernel):
     """Kernel for causal and full masks without a window.
 
-    Heads are in bfloat16 or float16 and have up to 128 channels, or 192 with values of 128.
+    Heads are bfloat16 or float16, with up to 128 channels, or 192 with 128-channel values.
     """
 
     lacks = tuple(RULES)
@@ -46,7 +46,7 @@ class CudnnKernel(VarlenKernel):
     ) -> None:
         """Create the kernel.
 
-        ``ops`` holds the operators (None: PyTorch's), ``version`` is cuDNN's (None: ask PyTorch).
+        ``ops`` holds the operators (None: PyTorch's), ``version`` is the cuDNN version (None: PyTorch's).
         """
         super().__init__("cudnn", capability=capability)
         self.ops, self.version = ops, version
@@ -61,7 +61,7 @@ class CudnnKernel(VarlenKernel):
         return self._missing() or self.device_refusal(request, (8, None))
 
     def calls(self, slices: Tensor, q_BtHD: Tensor, scores: Scores) -> tuple[VarlenCall, ...]:
-        """Return a call for each rectangle and square."""
+        """Return one call per rectangle or square."""
         return dense_calls_on(slices, q_BtHD.shape[0], q_BtHD.device)
 
     def call_forward(
@@ -79,7 +79,7 @@ class CudnnKernel(VarlenKernel):
             _is_causal(call),
             scale=scores.scale,
         )
-        # eager code returns [B, H, n], the rule for fake tensors [B, H, n, 1]
+        # eager mode returns [B, H, n], the fake-tensor rule [B, H, n, 1]
         lse_BHn = lse.reshape(out_BHnV.shape[:3])
         return out_BHnV.transpose(1, 2).flatten(0, 1), lse_BHn.transpose(1, 2).flatten(0, 1)
 
@@ -90,9 +90,9 @@ class CudnnKernel(VarlenKernel):
             return _one_key_backward(dout_nHV, qkv, result, call, scores)
         (q_nHD, k_mKD, v_mKV), (out_nHV, lse_nH) = qkv, result
         n, m = call.max_seqlen_q, call.max_seqlen_k
-        # always in one layout: a plan is cached by the lengths and the strides of q, k and v, but not of these two
+        # Fix the layout: plans are cached by the lengths and strides of q, k and v, but not of these two.
         dout, out = (x.to(q_nHD.dtype).contiguous() for x in (dout_nHV, out_nHV))
-        state = torch.empty((), dtype=torch.int64, device=q_nHD.device)  # of dropout, which is not used
+        state = torch.empty((), dtype=torch.int64, device=q_nHD.device)  # for dropout, unused
         grads = self._operators()._scaled_dot_product_cudnn_attention_backward(
             _by_heads(dout, n),
             _by_heads(q_nHD, n),
@@ -115,7 +115,7 @@ class CudnnKernel(VarlenKernel):
         return dq, dk, dv, None
 
     def _missing(self) -> str | None:
-        """Return why PyTorch has no cuDNN, or None if it has."""
+        """Return why PyTorch lacks cuDNN; None if it has it."""
         if self.ops is None and not torch._C._has_cudnn:
             return "this PyTorch was built without cuDNN"
         return None
@@ -138,7 +138,7 @@ class CudnnKernel(VarlenKernel):
 
 @once_per_table
 def dense_calls_on(slices: Tensor, B: int, device: torch.device) -> tuple[VarlenCall, ...]:
-    """Return a call for each of the table's rectangles and squares, one sequence each, on the device."""
+    """Return one single-sequence call per rectangle or square in the table, on the device."""
     groups = []
     for q_start, q_stop, k_start, k_stop, causal in squares_and_rectangles(slices).tolist():
         work = np.array([[q_start, q_stop, k_start, k_stop, 0, 0, 0, 0]])  # the window replaces LO and HI
@@ -148,11 +148,9 @@ def dense_calls_on(slices: Tensor, B: int, device: torch.device) -> tuple[Varlen
 
 @once_per_table
 def squares_and_rectangles(slices: Tensor) -> ndarray:
-    """Return a table's work as rows (first query, last + 1, first key, last + 1, is causal), causal ones square.
-
-    Row i of a slice with a lower bound sees the keys up to i − lo. All rows see the first keys, a rectangle. A
-    triangle in a square follows, and below it another rectangle: rows that see all keys of the triangle.
-    """
+    """Cut a table's work into rows (first query, last + 1, first key, last + 1, is causal); causal ones are square."""
+    # In a slice with a lower bound, row i sees keys up to i − lo. That makes a rectangle (the first keys, seen by all
+    # rows), then a triangle within a square, and below it another rectangle: rows that see all the triangle's keys.
     work = trimmed(slices)
     if (work[:, HI] < _FAR).any():
         raise ConfigError("parallel.kernel=cudnn has no window. Try parallel.kernel=auto.")
@@ -161,7 +159,7 @@ def squares_and_rectangles(slices: Tensor) -> ndarray:
         if lo < -_FAR:
             pieces.append((q0, q1, k0, k1, False))
             continue
-        corner = q0 - lo  # the last key that the first row sees
+        corner = q0 - lo  # last key that the first row sees
         side = k1 - corner
         pieces += [
             (q0, q0 + side, corner, k1, True),
@@ -173,12 +171,12 @@ def squares_and_rectangles(slices: Tensor) -> ndarray:
 
 
 def _is_causal(call: VarlenCall) -> bool:
-    """Return whether the call's mask is a triangle; its sides are equal then, so both corners are the same."""
+    """Return whether the call's mask is a triangle; it is square, so both corner alignments coincide."""
     return call.right != UNBOUNDED
 
 
 def _by_heads(x_nHD: Tensor, length: int) -> Tensor:
-    """View packed rows of equally long sequences as [B, H, length, D]."""
+    """View packed rows from equally long sequences as [B, H, length, D]."""
     return x_nHD.unflatten(0, (-1, length)).transpose(1, 2)
 
 
@@ -186,7 +184,7 @@ def _by_heads(x_nHD: Tensor, length: int) -> Tensor:
 
 
 def _one_key(q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of rows that see a single key: its value and its score."""
+    """Compute output and log-sum-exp for rows with a single key: its value and its score."""
     k_nHD, v_nHV = (_of_each_row(x, q_nHD, call) for x in (k_mKD, v_mKV))
     return v_nHV, (q_nHD.float() * k_nHD).sum(-1) * scores.scale
 
@@ -203,7 +201,7 @@ def _one_key_backward(
     dk, dv = dscore_nH.unsqueeze(-1) * q_nHD.float(), weight_nH.unsqueeze(-1) * dout
 
     def of_key(grad_nHD: Tensor) -> Tensor:
-        """Sum over the rows of a sequence and the query heads of a key head."""
+        """Sum over a sequence's rows and over the query heads that share a key head."""
         shape = (-1, call.max_seqlen_q, k_mKD.shape[1], q_nHD.shape[1] // k_mKD.shape[1], grad_nHD.shape[-1])
         return grad_nHD.reshape(shape).sum((1, 3))
 
@@ -211,6 +209,6 @@ def _one_key_backward(
 
 
 def _of_each_row(x_mKD: Tensor, q_nHD: Tensor, call: VarlenCall) -> Tensor:
-    """Return the one key of each query row and head in float32, [n, H, D]."""
+    """Expand the single key to each query row and head in float32, [n, H, D]."""
     heads = x_mKD.float().repeat_interleave(q_nHD.shape[1] // x_mKD.shape[1], dim=1)
     return heads.repeat_interleave(call.max_seqlen_q, dim=0)

@@ -1,17 +1,11 @@
-"""PyTorch's FlexAttention behind our kernel contract: soft cap, ALiBi and learned biases on CUDA.
+"""PyTorch's FlexAttention behind our kernel interface: soft cap, ALiBi and learned biases on CUDA.
 
-Written for ``torch.nn.attention.flex_attention`` of PyTorch 2.11 to 2.13 (``return_aux``). It is compiled when a
-combination of score rule, dtype and head size is first met, which takes seconds to a minute, and again when the
-numbers of rows and of keys first change; other documents and later changes do not compile it again.
+Written for ``torch.nn.attention.flex_attention`` in PyTorch 2.11 to 2.13 (``return_aux``). It compiles on each new
+combination of score rule, dtype and head size, which takes seconds to a minute, and again when row and key counts first
+change; other documents and later changes do not recompile.
 
-It runs the same calls as the flash kernels, over packed rows whose visible keys are one range each, and so needs
+It runs the same calls as the flash kernels, over packed rows whose visible keys form one range each, and so needs
 neither a window nor documents: a query row sees keys ``first <= k < stop``.
-
-**Backward.** FlexAttention's own backward knows only its own log-sum-exp, of this call's keys, not the global one. With
-o, l its output and log-sum-exp and O, L the global ones, p = exp(s − l) its weights and w = exp(l − L) <= 1, the global
-weights are w·p. Given the output gradient w·dO and the log-sum-exp gradient w·(dO·o − dO·O), it computes the desired
-score gradient w·p·(dO·v − dO·O). So backward runs its forward again, for o and l: 3.5 instead of 2.5 times the
-forward's work, and exact.
 """
 
 from __future__ import annotations
@@ -35,14 +29,14 @@ from longctx.kernels.attention.flash.calls import UNBOUNDED, VarlenCall
 from longctx.kernels.attention.flash.varlen import HALF, ThreeTensors, VarlenKernel
 
 _BLOCK = 128
-"""Rows and keys of a block of the mask."""
+"""Rows and keys per mask block."""
 _LEAST_HEAD = 16
-"""Its matrix products take no smaller head."""
+"""Minimum head size for its matmuls."""
 _LEAST_ROWS = _BLOCK + 1
-"""Query rows and key rows of a call. PyTorch compiles sizes of 1 apart from others, so every mask has two blocks of
-each or more."""
+"""Minimum query rows and key rows per call. PyTorch specializes size 1, so every mask has at least two blocks per side.
+"""
 _CACHE_BYTES = 256 << 20
-"""What the masks that are kept may take. The largest take 16 bytes for every 128 × 128 block."""
+"""Memory limit for cached masks. The largest take 16 bytes per 128 × 128 block."""
 
 
 class FlexKernel(VarlenKernel):
@@ -57,7 +51,7 @@ class FlexKernel(VarlenKernel):
     def supports(self, request: KernelRequest) -> str | None:
         largest = 256
         if request.dtype == torch.float32:
-            largest = 128  # the capacity of a block's shared memory
+            largest = 128  # shared memory capacity per block
         if why := self.refusal(request, dtypes=(*HALF, torch.float32), largest_head=largest):
             return why
         if request.deterministic and "relative_bias" in request.rules:
@@ -76,18 +70,23 @@ class FlexKernel(VarlenKernel):
         self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         table, (out_nHV, lse_nH) = _table(scores), result
+        # FlexAttention's backward only knows its own log-sum-exp, over this call's keys, not the global one. Let o, l
+        # be its output and log-sum-exp, O, L the global ones, p = exp(s − l) its weights and w = exp(l − L) <= 1; the
+        # global weights are w·p. Given output gradient w·dO and log-sum-exp gradient w·(dO·o − dO·O), it computes the
+        # desired score gradient w·p·(dO·v − dO·O). That needs o and l, so backward reruns the forward: 3.5 instead of
+        # 2.5 times the forward's work, and exact.
         q, k, v = leaves = [x.detach().requires_grad_() for x in qkv]
         if table is not None:
             table = table.detach().requires_grad_()
             leaves.append(table)
-        # this call's own o and l, which FlexAttention's backward uses
+        # This call's own o and l, which FlexAttention's backward uses.
         with torch.enable_grad():
             own_out, own_lse = self._attention(q, k, v, call, scores, table)
-        # w = exp(l − L), the share of this call's keys in the global softmax
+        # w = exp(l − L), this call's share in the global softmax
         share_nH1 = torch.exp(own_lse.detach().double() - lse_nH).to(own_lse.dtype).unsqueeze(-1)
         down_nHV = (share_nH1 * dout_nHV).to(own_out.dtype)
         partial = own_lse.dtype
-        # delta_own as FlexAttention's backward will find it, from the rounded tensors
+        # delta_own as FlexAttention's backward computes it, from the rounded tensors
         delta_own = (down_nHV.to(partial) * own_out.detach().to(partial)).sum(-1)
         delta = (dout_nHV.to(partial) * out_nHV.to(partial)).sum(-1)
         down_lse_nH = delta_own - share_nH1.squeeze(-1) * delta
@@ -100,7 +99,7 @@ class FlexKernel(VarlenKernel):
     def _attention(
         self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores, table: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return output [n, H, V] and log-sum-exp [n, H] of one call, under autograd."""
+        """Return one call's output [n, H, V] and log-sum-exp [n, H], under autograd."""
         prepared = self._prepared.of(call)
         run, attention = _by_heads, self.ops
         if attention is None:
@@ -122,36 +121,36 @@ class FlexKernel(VarlenKernel):
 
 
 class Prepared(NamedTuple):
-    """Inputs of FlexAttention that depend on the call only, computed once for all layers."""
+    """FlexAttention inputs that depend only on the call, computed once for all layers."""
 
     mask: BlockMask
     from_q: Tensor
-    """Int64 [n]: query row q and key row k stand from_q[q] − from_k[k] tokens apart, if one sees the other."""
+    """Int64 [n]: query row q and key row k are from_q[q] − from_k[k] tokens apart, if one sees the other."""
     from_k: Tensor
 
     def num_bytes(self) -> int:
-        """Return the size of its tensors on the device, in bytes."""
+        """Return its tensors' size on the device, in bytes."""
         tensors = [x for x in self.mask.as_tuple() if isinstance(x, Tensor)]
         tensors.extend((self.from_q, self.from_k))
         return sum(x.numel() * x.element_size() for x in tensors)
 
 
 class PreparedCalls:
-    """Cache of ``Prepared`` for recent calls, kept while the calls exist and up to ``most_bytes``.
+    """LRU cache for ``Prepared``, limited to ``most_bytes``; an entry lives no longer than its call.
 
-    A schedule makes its calls once and all layers share them, so a call is its own key.
+    A schedule builds its calls once and all layers share them, so calls are keyed by identity.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self.num_bytes = most_bytes, 0
-        # by the call's identity, the one met last at the end
+        # keyed by identity, most recently used last
         self._known: OrderedDict[int, tuple[ref[VarlenCall], Prepared]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
 
     def of(self, call: VarlenCall) -> Prepared:
-        """Return the FlexAttention inputs of this call; prepare them on first use."""
+        """Return this call's FlexAttention inputs; prepare them on first use."""
         key = id(call)
         if key in self._known:
             self._known.move_to_end(key)
@@ -159,7 +158,7 @@ class PreparedCalls:
         prepared = prepare(call)
         self._known[key] = ref(call, lambda _: self._forget(key)), prepared
         self.num_bytes += prepared.num_bytes()
-        # the newest stays whatever its size: it is about to be used
+        # keep the newest whatever its size: it is about to be used
         while self.num_bytes > self._most_bytes and len(self._known) > 1:
             self._forget(next(iter(self._known)))
         return prepared
@@ -170,20 +169,20 @@ class PreparedCalls:
 
 
 def prepare(call: VarlenCall) -> Prepared:
-    """Build the block mask, and the positions of the rows' tokens in their document."""
+    """Build the block mask, and the rows' token positions in their document."""
     row_q, sequence_q = _rows_of(call.cu_seqlens_q, call.num_queries)
     row_k, sequence_k = _rows_of(call.cu_seqlens_k, call.num_keys)
     from_q = call.steps[sequence_q] * row_q + call.offsets[sequence_q]
     first, stop = visible_keys(call)
-    # Padding rows see the first key: their output is not used, so they give no gradient, and no row of the call is
-    # without a key.
+    # Padding rows see the first key, so no row is without a key; their output is unused, so they contribute no
+    # gradient.
     first, stop, from_q = _filled_rows(first), _filled_rows(stop, value=1), _filled_rows(from_q)
     mask = block_mask(first, stop, max(call.num_keys, _LEAST_ROWS))
     return Prepared(mask, from_q, _filled_rows(call.steps[sequence_k] * row_k))
 
 
 def _filled_rows(x_n: Tensor, value: int = 0) -> Tensor:
-    """Pad x [n, …] with this value, behind its last row, to at least ``_LEAST_ROWS`` rows."""
+    """Pad x [n, …] with this value, after its last row, to at least ``_LEAST_ROWS`` rows."""
     missing = _LEAST_ROWS - len(x_n)
     if missing > 0:
         return pad(x_n, (0, 0) * (x_n.ndim - 1) + (0, missing), value=value)
@@ -191,13 +190,13 @@ def _filled_rows(x_n: Tensor, value: int = 0) -> Tensor:
 
 
 def visible_keys(call: VarlenCall) -> tuple[Tensor, Tensor]:
-    """Return ``first`` and ``stop``, int32 [n]: each packed query row sees the keys first <= k < stop.
+    """Return ``first`` and ``stop``, int32 [n]: each packed query row sees keys first <= k < stop.
 
     One range per row is enough, since a sequence has one window.
     """
     row, sequence = _rows_of(call.cu_seqlens_q, call.num_queries)
     length_q, length_k = call.cu_seqlens_q.diff()[sequence], call.cu_seqlens_k.diff()[sequence]
-    diagonal = row + length_k - length_q  # the key that the kernel counts 0
+    diagonal = row + length_k - length_q  # the key that the kernel counts as 0
     first, stop = torch.zeros_like(diagonal), length_k
     if call.left != UNBOUNDED:
         first = (diagonal - call.left).clamp_min(0)
@@ -208,19 +207,15 @@ def visible_keys(call: VarlenCall) -> tuple[Tensor, Tensor]:
 
 
 def _rows_of(cu_seqlens: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return (index within its sequence, sequence) of each packed row."""
+    """Return (index within its sequence, sequence) for each packed row."""
     lengths = cu_seqlens.diff()
     sequences = torch.arange(len(lengths), device=cu_seqlens.device)
-    sequence = torch.repeat_interleave(sequences, lengths, output_size=num_rows)  # without the size the host waits
+    sequence = torch.repeat_interleave(sequences, lengths, output_size=num_rows)  # the explicit size avoids a host sync
     return torch.arange(num_rows, device=cu_seqlens.device) - cu_seqlens[:-1][sequence], sequence
 
 
 def block_mask(first: Tensor, stop: Tensor, num_keys: int) -> BlockMask:
-    """Build the mask from each row's visible keys [first, stop).
-
-    A block of query rows meets all key blocks from its rows' smallest ``first`` to their largest ``stop``. A key block
-    is unmasked if all rows see all of it.
-    """
+    """Build the mask from each row's visible keys [first, stop)."""
     rows = len(first)
     num_q, num_k = -(-rows // _BLOCK), -(-num_keys // _BLOCK)
     missing = num_q * _BLOCK - rows
@@ -228,7 +223,8 @@ def block_mask(first: Tensor, stop: Tensor, num_keys: int) -> BlockMask:
     def by_block(x: Tensor, value: int) -> Tensor:
         return pad(x, (0, missing), value=value).view(num_q, _BLOCK)
 
-    # a block of keys is met if any row of the block sees a key of it, and needs no mask if all rows see all of it
+    # A query block visits all key blocks from its rows' smallest ``first`` to their largest ``stop``. A key block needs
+    # no mask if all rows see all its keys.
     hull_first = by_block(first, num_keys).amin(1) // _BLOCK
     hull_stop = -(-by_block(stop, 0).amax(1) // _BLOCK)
     whole_first = -(-by_block(first, num_keys).amax(1) // _BLOCK)  # a block with missing rows is never unmasked
@@ -254,14 +250,15 @@ def block_mask(first: Tensor, stop: Tensor, num_keys: int) -> BlockMask:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of marked key blocks of each block of rows, [1, 1, rows], and the key blocks, marked ones
-    first, [1, 1, rows, keys]."""
+    """Count the marked key blocks per row block, [1, 1, rows], and order key blocks, marked ones first, [1, 1, rows,
+    keys].
+    """
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def score_rule(prepared: Prepared, scores: Scores, table_NH: Tensor | None) -> Callable[..., Tensor] | None:
-    """Return a function that applies soft cap, ALiBi and learned bias to a score, in this order; None without rules."""
+    """Build a function that applies soft cap, ALiBi and learned bias to a score, in this order; None without rules."""
     if not scores.rules:
         return None
     cap, slopes, bias = scores.softcap, scores.alibi_slopes_H, scores.relative_bias
@@ -295,26 +292,22 @@ def _table(scores: Scores) -> Tensor | None:
 
 @lru_cache(maxsize=32)
 def _compiled(kind: tuple) -> Any:
-    """Return ``flex_attention`` compiled for scores of one kind, with or without gradients.
-
-    PyTorch counts recompilations by code object and turns a number that changes between calls into a variable, which
-    FlexAttention's kernels do not take as a scale. So each kind has a code object of its own: its scale and its soft
-    cap stay constants, and it is compiled again only while numbers of rows and of keys change for the first time.
-    """
+    """Compile ``flex_attention`` for one kind of score, with or without gradients."""
+    # PyTorch counts recompilations per code object and turns a number that changes between calls into a variable, which
+    # FlexAttention's kernels do not accept as a scale. So each kind gets its own code object: its scale and soft cap
+    # stay constant, and it recompiles only the first times that row and key counts change.
     name = re.sub(r"\W", "_", f"flex_attention{kind}")
     function = FunctionType(_by_heads.__code__.replace(co_name=name), globals(), name)
-    # One graph: past its limit of recompilations PyTorch must fail, not fall back to forming all scores. Lengths
-    # become dynamic by themselves when a second one is met; ``dynamic=True`` would make the scale a variable too.
+    # One graph: past its recompilation limit PyTorch must fail, not fall back to materializing all scores. Lengths
+    # become dynamic automatically with the second length; ``dynamic=True`` would also make the scale a variable.
     return torch.compile(function, fullgraph=True)
 
 
 def _by_heads(
     q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, attention: Callable[..., Any], **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return output [n, H, V] and log-sum-exp [n, H] of packed rows.
-
-    Heads are transposed here, within the graph: given a view, PyTorch would also specialize on the base of the view.
-    """
+    """Return output [n, H, V] and log-sum-exp [n, H] for packed rows."""
+    # Transpose within the graph: given a view, PyTorch would also specialize on the view's base.
     q_1HnD, k_1KmD, v_1KmV = (x.transpose(0, 1).unsqueeze(0) for x in (q_nHD, k_mKD, v_mKV))
     out_1HnV, aux = attention(q_1HnD, k_1KmD, v_1KmV, return_aux=AuxRequest(lse=True), **options)
     return out_1HnV[0].transpose(0, 1), aux.lse[0].transpose(0, 1)

@@ -1,18 +1,6 @@
-"""Grouping of a table's slices into calls of a variable-length kernel. Pure; ``calls.py`` describes a call.
+"""Group a table's slices into calls to a variable-length kernel. Pure; ``calls.py`` describes a call.
 
-* A slice is trimmed until its first and last row see a key and its first and last key are seen. Then both bounds count
-  from the bottom-right corner and are ≥ 0, and no row without a key ever reaches a kernel.
-* Rectangles over the same rows and neighbouring keys, or the reverse, become one.
-* Slices with the same window that share neither rows nor keys are one group: all documents of a batch, for instance.
-  Slices that do share some go to as many groups as overlap.
-* Bands that overlap, or that have too many different windows, are cut into rectangles and square triangles, if that
-  takes fewer groups. Sink tokens in addition to a window need it: each document has a window of its own.
-
-Counted over 13,430 tables of zigzag and balanced rows (2 to 16 ranks, 32K to 1M tokens, 1 to 900 documents, windows
-with and without sink tokens), that is 19,022 groups, and 29,269 if no slices are joined or cut. Cutting overlapping
-rectangles along binary trees over their keys, as this file once did, gave 19,027.
-
-Work is an int64 array with the columns of a table of slices; ±``_FAR`` stands for an open bound.
+Work is an int64 array with a slice table's columns; ±``_FAR`` represents an open bound.
 """
 
 from __future__ import annotations
@@ -26,24 +14,37 @@ from torch import Tensor
 from longctx.kernels.attention.slices import HI, K_START, K_STOP, LO, OPEN, Q_START, Q_STOP, STEP
 
 UNBOUNDED = -1
-"""A window's side without a bound."""
+"""Window side without a bound."""
 
 _FAR = 1 << 40
-"""Stands for an open bound in arithmetic; beyond any row index, and far from overflow."""
+"""Represents an open bound in arithmetic; beyond any row index, and far from overflow."""
 _MAX_WINDOWS = 4
-"""Different windows that bands may bring before they are cut into fewer kinds."""
+"""Distinct band windows allowed before bands are cut into fewer kinds."""
 
 
 class Group(NamedTuple):
-    """Work for one call: slices in the order of their query rows, each one sequence."""
+    """Work for one call: slices ordered by query rows, one sequence each."""
 
     left: int
     right: int
     work: ndarray
 
 
+# Fewer groups mean fewer kernel launches and merges. The strategy:
+#
+# * A slice is trimmed until its first and last row see a key and its first and last key are seen. Both bounds then
+#   count from the bottom-right corner and are ≥ 0, and rows without a key never reach a kernel.
+# * Rectangles over the same rows and adjacent keys, or the reverse, are joined.
+# * Slices with the same window that share neither rows nor keys form one group, for instance all documents in a
+#   batch. Slices that share some go to as many groups as overlap.
+# * Bands that overlap, or have too many different windows, are cut into rectangles and square triangles, if that
+#   takes fewer groups. Sink tokens in addition to a window need it: each document then has its own window.
+#
+# Measured over 13,430 tables from zigzag and balanced rows (2 to 16 ranks, 32K to 1M tokens, 1 to 900 documents,
+# windows with and without sink tokens): 19,022 groups, against 29,269 without joining and cutting. Cutting overlapping
+# rectangles along binary trees over their keys gave 19,027.
 def group_slices(slices: Tensor, *, distances: bool) -> list[Group]:
-    """Return groups that together hold every slice exactly once; with ``distances`` no slice is joined or cut."""
+    """Partition the slices into groups, one call each; with ``distances`` no slice is joined or cut."""
     work = trimmed(slices)
     if not len(work):
         return []
@@ -67,7 +68,7 @@ def group_slices(slices: Tensor, *, distances: bool) -> list[Group]:
 
 
 def trimmed(slices: Tensor) -> ndarray:
-    """Return the table's work without rows that see no key, keys that no row sees, and bounds that hold anyway."""
+    """Convert a table to work without rows that see no key, keys that no row sees, and redundant bounds."""
     work = slices.numpy().copy()
     work[work[:, LO] == OPEN, LO] = -_FAR
     work[work[:, HI] == OPEN, HI] = _FAR
@@ -76,13 +77,13 @@ def trimmed(slices: Tensor) -> ndarray:
 
 def _trimmed(work: ndarray) -> ndarray:
     q0, q1, k0, k1, lo, hi = work.T[:STEP]
-    # row i sees the keys from i − hi to i − lo: first rows that see a key, then keys that a row sees
+    # Row i sees keys i − hi to i − lo: first trim rows without a key, then keys without a row.
     q_first, q_stop = np.maximum(q0, k0 + lo), np.minimum(q1, k1 + hi)
     k_first, k_stop = np.maximum(k0, q0 - hi), np.minimum(k1, q1 - lo)
     work = work.copy()
     work[:, Q_START], work[:, Q_STOP], work[:, K_START], work[:, K_STOP] = q_first, q_stop, k_first, k_stop
     work = work[(q_first < q_stop) & (k_first < k_stop) & (lo <= hi)]
-    # a bound that cuts no corner off is open, so that slices of different bounds can have one window
+    # An ineffective bound becomes open, so that slices with different bounds can share a window.
     q0, q1, k0, k1, lo, hi = work.T[:STEP]
     work[:, LO] = np.where(lo <= q0 - (k1 - 1), -_FAR, lo)
     work[:, HI] = np.where(hi >= q1 - 1 - k0, _FAR, hi)
@@ -90,7 +91,7 @@ def _trimmed(work: ndarray) -> ndarray:
 
 
 def _windows(work: ndarray) -> ndarray:
-    """Return (left, right) of each row of trimmed work, [n, 2]."""
+    """Return (left, right) for each row of trimmed work, [n, 2]."""
     lo, hi = work[:, LO], work[:, HI]
     corner = work[:, Q_STOP] - work[:, K_STOP]  # i − j at the bottom-right corner, where the kernel counts 0
     left = np.where(hi == _FAR, UNBOUNDED, hi - corner)
@@ -99,18 +100,18 @@ def _windows(work: ndarray) -> ndarray:
 
 
 def _is_full(work: ndarray) -> ndarray:
-    """Return a mask of the rows of trimmed work that are rectangles."""
+    """Return a mask that selects the rectangles in trimmed work."""
     return (work[:, LO] == -_FAR) & (work[:, HI] == _FAR)
 
 
 def _disjoint(starts: ndarray, stops: ndarray) -> bool:
-    """Return whether no two of these ranges share a row."""
+    """Return whether all ranges are disjoint."""
     order = np.argsort(starts, kind="stable")
     return bool((stops[order][:-1] <= starts[order][1:]).all())
 
 
 def _independent(work: ndarray) -> bool:
-    """Return whether all of the work fits into one call."""
+    """Return whether all the work fits into one call."""
     return _disjoint(work[:, Q_START], work[:, Q_STOP]) and _disjoint(work[:, K_START], work[:, K_STOP])
 
 
@@ -122,12 +123,12 @@ def _by_first_row(work: ndarray) -> ndarray:
 
 
 def groups_by_window(work: ndarray) -> list[Group]:
-    """Group the work by window, and the work of each window into parts that fit into one call."""
+    """Group the work by window, then split each window's work into parts that fit into one call."""
     return [group for bucket in _buckets(work) for group in _first_fit(bucket)]
 
 
 def _buckets(work: ndarray) -> list[Group]:
-    """Return the work of each distinct window, sorted by first query row, whether or not its rows are disjoint."""
+    """Return one group per distinct window, sorted by first query row; its rows may overlap."""
     if not len(work):
         return []
     work = _by_first_row(work)
@@ -137,23 +138,23 @@ def _buckets(work: ndarray) -> list[Group]:
 
 
 def _joined(windows: ndarray, work: ndarray) -> ndarray:
-    """Return the windows with open sides replaced by another window's bound if it has no effect on them.
+    """Replace open sides with another window's bound if that bound has no effect there.
 
-    This way short documents join long ones.
+    This lets short documents join long ones.
     """
     windows = windows.copy()
     for side, length in ((0, work[:, K_STOP] - work[:, K_START]), (1, work[:, Q_STOP] - work[:, Q_START])):
         other = windows[:, 1 - side]
         bounded = windows[:, side] != UNBOUNDED
         for kind in np.unique(other[bounded]):
-            # no two tokens of a piece shorter than the bound are farther apart than the bound
+            # in a piece no longer than bound + 1, no two tokens are farther apart than the bound
             bound = windows[bounded & (other == kind), side].max()
             windows[~bounded & (other == kind) & (length - 1 <= bound), side] = bound
     return windows
 
 
 def _first_fit(bucket: Group) -> list[Group]:
-    """Return one group if all rows are disjoint, else put each piece into the first group that it does not overlap."""
+    """Return one group if all rows are disjoint, else put each piece into the first group without overlap."""
     if _independent(bucket.work):
         return [bucket]
     ranges = bucket.work[:, :LO].tolist()
@@ -169,22 +170,23 @@ def _first_fit(bucket: Group) -> list[Group]:
 
 
 def _fits(piece: list[int], others: list[list[int]]) -> bool:
-    """Return whether a piece overlaps none of the others, which come before it in the order of query rows."""
+    """Return whether a piece overlaps none of the others, which precede it in query row order."""
     q_start, _, k_start, k_stop = piece
-    # the others' query rows are disjoint and ascend: the last of them ends last
+    # the others' query rows are disjoint and ascend: the last one ends last
     if others[-1][Q_STOP] > q_start:
         return False
     return all(k_stop <= other[K_START] or other[K_STOP] <= k_start for other in others)
 
 
 def _absorbed(groups: list[Group], rectangles: ndarray) -> tuple[list[Group], ndarray]:
-    """Add to each group the rectangles that its window does not restrict; return the groups and the other rectangles.
+    """Add to each group the rectangles that its window does not restrict; return the groups and the remaining
+    rectangles.
 
-    Such small rectangles are a striped document's one token on this rank, or the end of a window.
+    Such small rectangles are a striped document's single token on this rank, or the end of a window.
     """
     found = []
     for group in groups:
-        # in a rectangle of n keys and m rows, keys are at most n − 1 to the left and m − 1 to the right
+        # In a rectangle with n keys and m rows, keys are at most n − 1 to the left and m − 1 to the right.
         fits = np.ones(len(rectangles), dtype=bool)
         for bound, start, stop in ((group.left, K_START, K_STOP), (group.right, Q_START, Q_STOP)):
             if bound != UNBOUNDED:
@@ -201,10 +203,10 @@ def _absorbed(groups: list[Group], rectangles: ndarray) -> tuple[list[Group], nd
 
 
 def _band_groups(bands: ndarray) -> tuple[list[Group], ndarray]:
-    """Return (groups, rectangles that were cut off them)."""
+    """Return groups for the bands, and the rectangles cut off in the process."""
     buckets = _buckets(bands)
     crowded = len(buckets) > _MAX_WINDOWS
-    # a group as it is, or cut; with many windows all are cut, because squares of one kind join
+    # Keep a group intact or cut it; with many windows cut all, because equal squares can share a call.
     good, to_cut = [], []
     for bucket in buckets:
         if not crowded and _independent(bucket.work):
@@ -219,7 +221,7 @@ def _band_groups(bands: ndarray) -> tuple[list[Group], ndarray]:
 
 
 def _cut(bands: ndarray) -> ndarray:
-    """Cut off the rows that see all keys of their band, and the keys that all rows see; return all pieces."""
+    """Cut off rows that see all keys in their band, and keys that all rows see; return all pieces."""
     # rows between the two bounds' corners see every key; the rest above and below has one bound each
     _, _, k0, k1, lo, hi = bands.T[:STEP]
     pieces = _in_three(bands, Q_START, Q_STOP, k1 - 1 + lo, k0 + hi + 1)
@@ -228,7 +230,7 @@ def _cut(bands: ndarray) -> ndarray:
 
 
 def _in_three(work: ndarray, start: int, stop: int, a: ndarray, b: ndarray) -> ndarray:
-    """Cut the range [start, stop) of each row of work at a and b, if [a, b) is not empty."""
+    """Cut each row's range [start, stop) at a and b, if [a, b) is not empty."""
     a, b = (np.clip(x, work[:, start], work[:, stop]) for x in (a, b))
     a, b = (np.where(a < b, x, work[:, stop]) for x in (a, b))
     before, within, after = work.copy(), work.copy(), work.copy()
@@ -242,13 +244,13 @@ def _in_three(work: ndarray, start: int, stop: int, a: ndarray, b: ndarray) -> n
 
 
 def _neighbours_joined(work: ndarray) -> ndarray:
-    """Merge rectangles of the same rows and neighbouring keys, then those of the same keys and neighbouring rows."""
+    """Merge rectangles with the same rows and adjacent keys, then those with the same keys and adjacent rows."""
     work = _merged(work, same=(Q_START, Q_STOP), along=(K_START, K_STOP))
     return _merged(work, same=(K_START, K_STOP), along=(Q_START, Q_STOP))
 
 
 def _merged(work: ndarray, *, same: tuple[int, int], along: tuple[int, int]) -> ndarray:
-    """Merge rectangles with the same range on one side and neighbouring ranges on the other."""
+    """Merge rectangles with equal ranges on one side and adjacent ranges on the other."""
     if len(work) < 2:
         return work
     work = work[np.lexsort((work[:, along[0]], work[:, same[1]], work[:, same[0]]))]

@@ -1,8 +1,7 @@
-"""The flash-attention libraries: one entry each, with all their differences. A new library is a new entry.
+"""Flash-attention libraries: one entry per library that lists all its differences. A new library is a new entry.
 
-All of them compute attention over packed sequences under one window, counted from the bottom-right corner, and return
-log-sum-exps [H, n] in natural units. Every argument is passed by name, so arguments that a later version adds at the
-end do no harm.
+All compute attention over packed sequences under one window, counted from the bottom-right corner, and return
+log-sum-exps [H, n] in natural units. All arguments are passed by name, so a later version may append arguments.
 """
 
 from __future__ import annotations
@@ -26,54 +25,55 @@ def _refuses_nothing(request: KernelRequest, generation: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlashLibrary:
-    """Calling convention and limits of one library."""
+    """Calling convention and limits for one library."""
 
     name: str
-    """The kernel's name."""
+    """Kernel name."""
     load: Callable[[], Any]
-    """Return what holds the two functions, or one line that says why they cannot be had."""
+    """Return the object that holds the two functions, or a one-line reason why they are unavailable."""
     forward: str
-    """Name of the function over packed sequences."""
+    """Name of the forward function over packed sequences."""
     backward: str
     spelling: Mapping[str, str]
-    """Its names for arguments, where they are not ours."""
+    """The library's argument names that differ from ours."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that are the same in every call."""
     forward_constants: Mapping[str, Any] = field(default_factory=dict)
     open_side: int | None = -1
-    """What leaves a side of the window open."""
+    """Window argument for an unbounded side."""
     clamps_windows: bool = False
-    """Whether it takes a bound of ``max_seqlen_k`` or more for none, and fills in ``max_seqlen_k`` for an open side
-    beside a bound. Both are wrong where a sequence has more queries than keys: it is given the larger maximum."""
+    """Whether the library treats a bound of ``max_seqlen_k`` or more as unbounded, and replaces an open side with
+    ``max_seqlen_k`` if the other side is bounded. Both break sequences with more queries than keys, so the adapter
+    passes the larger of both maxima."""
     writes_gradients: bool = False
-    """Whether backward writes into tensors that it is given; otherwise it returns its own."""
+    """Whether backward writes into tensors passed to it; otherwise it returns new ones."""
     takes_random_state: bool = False
-    """Whether backward asks for the state that dropout would read."""
+    """Whether backward requires the dropout random state."""
     has_deterministic: bool = True
     """Whether backward takes ``deterministic``."""
     never_repeats: str | None = None
-    """Why no request for a deterministic backward is served, whatever backward takes."""
+    """Reason for rejecting every deterministic request, regardless of backward's arguments."""
     lacks: tuple[str, ...]
-    """Rules of the scores that it does not know."""
+    """Unsupported score rules."""
     generations: tuple[int, int | None]
-    """The first and the last major compute capability that it is written for; None where there is no last one."""
+    """First and last supported major compute capability; None leaves the range open."""
     head_sizes: Callable[[int, int, int], tuple[int, int] | None]
-    """(query head, value head, generation) → the sizes they are padded to; None where none is large enough."""
+    """(query head, value head, generation) → padded sizes; None if no size is large enough."""
     refuses: Callable[[KernelRequest, int], str | None] = _refuses_nothing
-    """Why it cannot serve a request on a generation that it is written for."""
+    """Return why it cannot serve a request on a supported generation; None if it can."""
     install: str | None = None
-    """What installs it; None where there is nothing to install."""
+    """Install command, if one is needed."""
 
 
 @lru_cache(maxsize=16)
 def import_library(name: str) -> ModuleType | str:
-    """Import and return the module, or return the reason why it cannot be imported, on one line."""
+    """Import and return the module, or return a one-line reason why the import failed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another PyTorch or driver
-        # ``auto`` goes on to the next kernel and says so, on one line
+        # ``auto`` logs this reason on one line and tries the next kernel
         lines = str(error).splitlines() or [type(error).__name__]
         return f"{name} cannot be imported ({lines[0]})"
 
@@ -97,7 +97,7 @@ def _flash4_sizes(head_dim: int, value_dim: int, generation: int) -> tuple[int, 
         return None
     if generation == 12:  # consumer Blackwell
         return largest, largest
-    # Hopper takes any two sizes, Blackwell any two up to 128 and two pairs beyond
+    # Hopper takes any two sizes, Blackwell any two up to 128 and two larger pairs
     if generation == 9 or largest <= 128:
         return D, V
     if D <= 192 and V <= 128:
@@ -120,7 +120,7 @@ def _load_flash2() -> Any:
     return import_library("flash_attn.flash_attn_interface")
 
 
-FLASH2 = FlashLibrary(  # flash_attn 2.7 to 2.8; older versions have other windows and log-sum-exps
+FLASH2 = FlashLibrary(  # flash_attn 2.7 to 2.8; older versions differ in windows and log-sum-exps
     name="flash2",
     load=_load_flash2,
     forward="_flash_attn_varlen_forward",
@@ -138,7 +138,7 @@ FLASH2 = FlashLibrary(  # flash_attn 2.7 to 2.8; older versions have other windo
 
 
 def _load_flash3() -> Any:
-    # its Python layer has had two spellings; the operators that it registers and calls have had one
+    # Call the registered operators directly: the Python layer exists in two spellings, the operators in one.
     module = import_library("flash_attn_interface")
     if isinstance(module, str):
         return module
@@ -155,7 +155,7 @@ def _flash3_sizes(head_dim: int, value_dim: int, generation: int) -> tuple[int, 
     return max(D, V), max(D, V)
 
 
-FLASH3 = FlashLibrary(  # the hopper folder of flash-attn 2.8.3, and the flash_attn_3 packages built since
+FLASH3 = FlashLibrary(  # the hopper folder in flash-attn 2.8.3, and later flash_attn_3 packages
     name="flash3",
     load=_load_flash3,
     forward="fwd",
@@ -186,7 +186,7 @@ def _load_flash4() -> Any:
 def _takes_packed_sequences(module: ModuleType) -> bool:
     """Return whether this is flash-attn 4.
 
-    flash-attn 2.8 ships a folder of the same name, but its backward does not take packed sequences.
+    flash-attn 2.8 ships a folder with the same name, but its backward does not take packed sequences.
     """
     return "cu_seqlens_q" in inspect.signature(module._flash_attn_bwd).parameters
 
@@ -199,7 +199,7 @@ def _flash4_refuses(request: KernelRequest, generation: int) -> str | None:
     return None
 
 
-FLASH4 = FlashLibrary(  # flash-attn-4 4.0.0b36; compiles for seconds when a head size, mask or dtype is first met
+FLASH4 = FlashLibrary(  # flash-attn-4 4.0.0b36; compiles for seconds on each new head size, mask or dtype
     name="flash4",
     load=_load_flash4,
     forward="_flash_attn_fwd",
@@ -221,7 +221,7 @@ def _load_aten() -> Any:
     return torch.ops.aten
 
 
-CUDA_FLASH = FlashLibrary(  # PyTorch 2.11 to 2.13: flash-attn 2 inside, with that kernel's quirks
+CUDA_FLASH = FlashLibrary(  # PyTorch 2.11 to 2.13: contains flash-attn 2, with its quirks
     name="cuda_flash",
     load=_load_aten,
     forward="_flash_attention_forward",

@@ -1,4 +1,4 @@
-"""Base of CUDA kernels over packed sequences: slices become calls, and the calls' results are merged or added.
+"""Base for CUDA kernels over packed sequences: convert slices to calls, and merge or add their results.
 
 Axes: B batch, t query and s key rows of this device, n query and m key rows packed for one call (all batch rows, one
 after another), H query heads, K key heads, D query/key head size, V value head size.
@@ -21,20 +21,19 @@ from longctx.kernels.dtypes import accumulate_dtype, as_dtype
 
 ThreeTensors = tuple[Tensor, Tensor, Tensor]
 HALF = (torch.bfloat16, torch.float16)
-"""What flash libraries and cuDNN compute in."""
+"""Dtypes that flash libraries and cuDNN compute in."""
 
 
 class VarlenKernel(ABC):
-    """Attention kernel made of calls over packed sequences; a subclass adds one call's forward and backward.
+    """Attention kernel built from calls over packed sequences; subclasses implement one call's forward and backward.
 
-    Heads are padded with zeros to a size that the kernel has: zeros change no score, and the padded part of its results
-    is cut off.
+    Heads are zero-padded to a supported size: zeros change no score, and the results' padding is cut off.
     """
 
     lacks: tuple[str, ...] = ()
-    """Rules of the scores that it does not know."""
+    """Unsupported score rules."""
     deterministic = False
-    """Whether its backward repeats to the bit."""
+    """Whether backward is bitwise reproducible."""
 
     def __init__(self, name: str, *, capability: tuple[int, int] | None = None) -> None:
         """Create the kernel; ``capability`` is the compute capability to assume (None: the current CUDA device's)."""
@@ -46,19 +45,19 @@ class VarlenKernel(ABC):
 
     @abstractmethod
     def head_sizes(self, head_dim: int, value_dim: int) -> tuple[int, int] | None:
-        """Return the sizes to pad heads of queries and keys, and of values, to; None if no size is large enough."""
+        """Return the padded sizes for query/key heads and value heads, if any size is large enough."""
 
     @abstractmethod
     def call_forward(
         self, q_nHD: Tensor, k_mKD: Tensor, v_mKV: Tensor, call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """Return output [n, H, V] and log-sum-exp [n, H] of one call, in any dtype."""
+        """Return one call's output [n, H, V] and log-sum-exp [n, H], in any dtype."""
 
     @abstractmethod
     def call_backward(
         self, dout_nHV: Tensor, qkv: ThreeTensors, result: tuple[Tensor, Tensor], call: VarlenCall, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return dq, dk, dv (in any dtype) and the bias table's gradient (None without a table) of one call.
+        """Return one call's dq, dk, dv (in any dtype) and bias table gradient (if there is a table).
 
         ``result`` is the output [n, H, V] and the log-sum-exp [n, H] over all calls, hops and ranks.
         """
@@ -68,7 +67,7 @@ class VarlenKernel(ABC):
         return calls_on(slices, q_BtHD.shape[0], q_BtHD.device, distances=scores.needs_distances)
 
     def device_capability(self) -> tuple[int, int] | None:
-        """Return the compute capability to assume; None without a CUDA device."""
+        """Return the compute capability to assume, if there is a CUDA device."""
         if self.capability is not None:
             return self.capability
         if torch.cuda.is_available():
@@ -103,11 +102,11 @@ class VarlenKernel(ABC):
         D, V = q_BtHD.shape[-1], v_BsKV.shape[-1]
         sizes = self._padded_sizes(D, V)
         dq, dk, dv = _Gradient(q_BtHD), _Gradient(k_BsKD), _Gradient(v_BsKV)
-        # calls give theirs in the table's dtype; there are many, so their sum is wider
+        # Each call returns it in the table's dtype; many calls are summed, so the accumulator is wider.
         dtable = scores.table_gradient(accumulate_dtype(q_BtHD.dtype))
         for call in self.calls(slices, q_BtHD, scores):
             qkv = _packed_inputs(q_BtHD, k_BsKD, v_BsKV, call, sizes)
-            # out and lse are global, over all calls, hops and ranks: then each call's gradients are simply added
+            # out and lse are global, over all calls, hops and ranks, so the calls' gradients simply add up
             dout, out = (padded(pack(x, call.queries), sizes[1]) for x in (dout_BtHV, out_BtHV))
             result = out, pack(lse_BtH, call.queries)
             dq_nHD, dk_mKD, dv_mKV, dtable_part = self.call_backward(dout, qkv, result, call, scores)
@@ -119,7 +118,7 @@ class VarlenKernel(ABC):
         return Gradients(dq.get(), dk.get(), dv.get(), dtable)
 
     def _check(self, scores: Scores, num_heads: int) -> None:
-        """Raise ConfigError for rules that it lacks: operators call a kernel by name, without ``supports``."""
+        """Raise ConfigError for unsupported rules: operators call a kernel by name and skip ``supports``."""
         check_scores(scores, num_heads)
         for rule in scores.rules:
             if rule in self.lacks:
@@ -135,7 +134,7 @@ class VarlenKernel(ABC):
         return sizes
 
     def refusal(self, request: KernelRequest, *, dtypes: tuple[torch.dtype, ...], largest_head: int) -> str | None:
-        """Return why the request cannot be served, or None, by checks that need neither a library nor a device."""
+        """Return why the request cannot be served, or None, by checks that need neither library nor device."""
         if request.device_type != "cuda":
             return f"runs on CUDA devices, not on {request.device_type}"
         if request.dtype not in dtypes:
@@ -151,7 +150,7 @@ class VarlenKernel(ABC):
         return None
 
     def device_refusal(self, request: KernelRequest, generations: tuple[int, int | None]) -> str | None:
-        """Return why a kernel for these major compute capabilities cannot serve the request on this device, or None."""
+        """Return why this device cannot serve the request with a kernel for these generations; None if it can."""
         capability = self.device_capability()
         why = _capability_refusal(capability, generations)
         if capability is None or why:
@@ -163,18 +162,18 @@ class VarlenKernel(ABC):
 
 
 class _Result:
-    """Output and log-sum-exp of all query rows, merged call by call."""
+    """Output and log-sum-exp for all query rows, merged call by call."""
 
     def __init__(self, q_BtHD: Tensor, value_dim: int) -> None:
         self._q_BtHD, self._value_dim = q_BtHD, value_dim
         self._merged: tuple[Tensor, Tensor] | None = None
 
     def merge(self, out_nHV: Tensor, lse_nH: Tensor, call: VarlenCall) -> None:
-        """Merge one call's output and log-sum-exp into those of its query rows."""
+        """Merge one call's output and log-sum-exp into its query rows."""
         B, t = self._q_BtHD.shape[:2]
         part = out_nHV.unflatten(0, (B, -1)).to(accumulate_dtype(self._q_BtHD.dtype))
         part_lse = lse_nH.unflatten(0, (B, -1)).double()
-        # the usual case: one call for all rows, nothing to copy
+        # common case: one call covers all rows, so its result is taken without a copy
         if self._merged is None and _is_all(call.queries, t):
             self._merged = part, part_lse
             return
@@ -186,19 +185,19 @@ class _Result:
             out[:, rows], lse[:, rows] = part, part_lse
         elif isinstance(rows, slice):
             merge_(out[:, rows], lse[:, rows], part, part_lse)
-        else:  # rows that are not neighbours cannot be merged in place
+        else:  # index_select copies: merge the copy, then write it back
             so_far, so_far_lse = out.index_select(1, rows), lse.index_select(1, rows)
             merge_(so_far, so_far_lse, part, part_lse)
             out[:, rows], lse[:, rows] = so_far, so_far_lse
 
     def get(self) -> tuple[Tensor, Tensor]:
-        """Return the merged output and log-sum-exp of all calls."""
+        """Return the merged output and log-sum-exp."""
         if self._merged is None:
             return self._nothing()
         return self._merged
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
-        """Return the result over no key."""
+        """Return the result over zero keys."""
         q = self._q_BtHD
         B, t, H, _ = q.shape
         out = q.new_zeros((B, t, H, self._value_dim), dtype=accumulate_dtype(q.dtype))
@@ -206,17 +205,16 @@ class _Result:
 
 
 class _Gradient:
-    """The gradient of a tensor [B, t, …], added up call by call.
-
-    A call names a row once, so only the calls decide the order of additions: it is the same in every run.
-    """
+    """Gradient accumulator for a tensor [B, t, …], summed call by call."""
 
     def __init__(self, like_Bt: Tensor) -> None:
+        # Each call contains a row at most once, so the call order alone fixes the summation order: bitwise
+        # reproducible.
         self._like_Bt, self._total_Bt = like_Bt, None
         self._dtype = accumulate_dtype(like_Bt.dtype)
 
     def add(self, part: Tensor, rows: Rows) -> None:
-        """Add one call's gradient of its rows."""
+        """Add one call's gradient for its rows."""
         B, t = self._like_Bt.shape[:2]
         part_Bn = part.unflatten(0, (B, -1))
         if self._total_Bt is None and _is_all(rows, t):
@@ -226,11 +224,11 @@ class _Gradient:
         if isinstance(rows, slice):
             total_Bt[:, rows] += part_Bn
         else:
-            # no row occurs twice in a call, so reading and writing back loses no addition
+            # no row occurs twice per call, so gather, add and scatter lose no addition
             total_Bt[:, rows] = total_Bt.index_select(1, rows) + part_Bn
 
     def get(self) -> Tensor:
-        """Return the sum, zeros without a call; of a single call in the dtype that the library gave it."""
+        """Return the sum, or zeros without a call; a single call's gradient keeps the library's dtype."""
         if self._total_Bt is None:
             return self._like_Bt.new_zeros(self._like_Bt.shape, dtype=self._dtype)
         return self._total_Bt
@@ -238,12 +236,12 @@ class _Gradient:
 
 @once_per_table
 def calls_on(slices: Tensor, B: int, device: torch.device, *, distances: bool) -> tuple[VarlenCall, ...]:
-    """Return the calls for a table, with tensors on the device; made once, so that only the first layer copies them."""
+    """Return the calls for a table, with tensors on the device; cached, so only the first layer copies them."""
     return tuple(call.on_device(B, device) for call in translate(slices, distances=distances))
 
 
 def pack(x_Bt: Tensor, rows: Rows) -> Tensor:
-    """Return the rows [B·n, …] of a tensor [B, t, …]; a view if they are contiguous already."""
+    """Pack rows of a tensor [B, t, …] into [B·n, …]; a view if they are contiguous already."""
     if isinstance(rows, slice):
         return x_Bt[:, rows].flatten(0, 1)
     return x_Bt.index_select(1, rows).flatten(0, 1)
@@ -252,13 +250,13 @@ def pack(x_Bt: Tensor, rows: Rows) -> Tensor:
 def _packed_inputs(
     q_BtHD: Tensor, k_BsKD: Tensor, v_BsKV: Tensor, call: VarlenCall, sizes: tuple[int, int]
 ) -> ThreeTensors:
-    """Return the rows of a call with heads of these sizes: q [n, H, D], k [m, K, D], v [m, K, V]."""
+    """Pack a call's rows and pad heads to these sizes: q [n, H, D], k [m, K, D], v [m, K, V]."""
     D, V = sizes
     return padded(pack(q_BtHD, call.queries), D), padded(pack(k_BsKD, call.keys), D), padded(pack(v_BsKV, call.keys), V)
 
 
 def padded(x: Tensor, size: int) -> Tensor:
-    """Pad the last axis of x with zeros to ``size`` and make it contiguous: kernels read channels in words."""
+    """Zero-pad x's last axis to ``size`` and make it contiguous: kernels load channels in vectors."""
     missing = size - x.shape[-1]
     if missing:
         return functional.pad(x, (0, missing))
@@ -268,7 +266,7 @@ def padded(x: Tensor, size: int) -> Tensor:
 
 
 def _capability_refusal(capability: tuple[int, int] | None, generations: tuple[int, int | None]) -> str | None:
-    """Return why a device of this compute capability (None: no device) is not of these generations; None if it is."""
+    """Return why this compute capability (None: no device) is outside the generations; None if it is inside."""
     first, last = generations
     if capability is not None and first <= capability[0] and (last is None or capability[0] <= last):
         return None
