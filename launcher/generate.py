@@ -1,6 +1,6 @@
-"""Generate, over ranks: ``deepspeed --hostfile hostfile launcher/generate.py --checkpoint DIR --prompt TEXT …``.
+"""Generate over ranks: ``deepspeed --hostfile hostfile launcher/generate.py --checkpoint DIR --prompt TEXT …``.
 
-The options are those of the verb ``generate``, which is the same in one process.
+Options are those of the verb ``generate``, which does the same in one process.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The script's own folder would shadow top-level modules of the same names; import from the repository instead.
+# The script's own folder would shadow top-level modules with the same names; import from the repository instead.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from longctx_train import end_if_names_clash
 
-# Before any package of ours: another's of the same name would end in an ImportError.
+# Before any of our packages: a foreign one with the same name would end in an ImportError.
 end_if_names_clash()
 
 from launcher.cli.verbs import main_over_ranks

@@ -1,6 +1,6 @@
-"""Run lm-eval with one of our models, over ranks: ``deepspeed --hostfile hostfile launcher/lm_eval.py --model_args …``.
+"""Run lm-eval with one of our models over ranks: ``deepspeed --hostfile hostfile launcher/lm_eval.py --model_args …``.
 
-Options are those of ``lm_eval run``. ``python -m launcher.lm_eval`` is the same in one process.
+Options are those of ``lm_eval run``. ``python -m launcher.lm_eval`` does the same in one process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from longctx_train import end_if_names_clash
 
-# Before any package of ours: another's of the same name would end in an ImportError.
+# Before any of our packages: a foreign one with the same name would end in an ImportError.
 end_if_names_clash()
 
 from launcher.cluster.exit import run_script
@@ -29,7 +29,7 @@ from parallel.runtime.launched import environment_rank
 
 INTERRUPTED = "Interrupted. With --use_cache PATH the same command goes on where it stopped."
 TIMEOUT_SECONDS = 1800.0
-"""How long ranks that work on one text wait for one another."""
+"""Seconds that ranks working on one text wait for each other."""
 
 
 def main(argv: list[str]) -> int | None:
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int | None:
     check_hostfile(hostfile or "launcher", world_size)
     if find_spec("lm_eval") is None:
         raise ConfigError("lm-eval is not installed. Install it: pip install 'longctx-train[lm-eval]'")
-    # A single process needs no group, and lm-eval builds the model.
+    # A single process needs no group: lm-eval builds the model itself.
     if world_size == 1:
         from launcher.evaluation.harness.model import run_command
 
@@ -49,11 +49,12 @@ def main(argv: list[str]) -> int | None:
     _, wish = take_flag(arguments, "--device")
     device = choose_device(device_wish(wish), "--device")
     with process_group(timeout_seconds=TIMEOUT_SECONDS, device=device):
-        # DeepSpeed decides on a device when it is imported.
+        # DeepSpeed selects a device when it is imported, so import it after the choice.
         from launcher.evaluation.harness.ranks import Ranks
 
         ranks = Ranks(device)
         if rank != 0:
+            # Other ranks only compute; lm-eval itself runs on rank 0.
             return ranks.serve()
         from launcher.evaluation.harness.model import run_command, share_ranks
 
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int | None:
         try:
             run_command(arguments)
         except SystemExit:
-            # Help or an error in the options has been printed; any other error ends all ranks by itself.
+            # Help or a usage error has been printed; any other error ends all ranks by itself.
             ranks.end()
             raise
         ranks.end()

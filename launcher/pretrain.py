@@ -1,6 +1,6 @@
-"""Pretrain, on a cluster: ``deepspeed --hostfile hostfile launcher/pretrain.py [--config run.toml] [--section.key …]``.
+"""Pretrain on a cluster: ``deepspeed --hostfile hostfile launcher/pretrain.py [--config run.toml] [--section.key …]``.
 
-On one machine ``deepspeed --num_gpus N`` or ``torchrun --standalone --nproc_per_node N`` start it without ssh.
+On one machine, ``deepspeed --num_gpus N`` or ``torchrun --standalone --nproc_per_node N`` starts it without ssh.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Imports make a million objects that all stay. Scanning them for garbage again and again takes a tenth of the
+    # Imports create a million objects that all stay alive. Scanning them for garbage repeatedly takes a tenth of the
     # start.
     gc.disable()
 
-# The script's own folder would shadow top-level modules of the same names; import from the repository instead.
+# The script's own folder would shadow top-level modules with the same names; import from the repository instead.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from longctx_train import end_if_names_clash
 
-# Before any package of ours: another's of the same name would end in an ImportError.
+# Before any of our packages: a foreign one with the same name would end in an ImportError.
 end_if_names_clash()
 
 from launcher.cluster.exit import DONE, NOT_IN_STORE, end_stopped, run_script
@@ -35,7 +35,7 @@ from parallel.runtime.launched import environment_rank
 
 
 def main(argv: list[str], stop: Stop | None = None) -> int:
-    """Check everything that can be checked, then train. Return the exit code. ``stop`` may already be requested."""
+    """Validate everything first, then train. Return the exit code. ``stop`` may already be requested."""
     # Report a user's mistakes first, on every rank, before any rank waits for another or allocates.
     rank, world_size = environment_rank()
     config = load_run_config(argv, quiet=rank != 0)
@@ -52,9 +52,9 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
     start_process_group(
         timeout_seconds=config.run.timeout_seconds, meet_seconds=config.run.meet_seconds, device=device, traces=traces
     )
-    # Only now: until ranks have met, a signal ends each of them by itself.
+    # Not earlier: before the rendezvous, a signal ends each rank by itself.
     stop.listen()
-    # DeepSpeed decides on a device when it is imported.
+    # DeepSpeed selects a device when it is imported, so import it after the choice.
     from launcher.training.setup import build_run
     from launcher.training.trainer import Trainer
 
@@ -63,7 +63,7 @@ def main(argv: list[str], stop: Stop | None = None) -> int:
 
     trainer = Trainer(build_run(config, device, stop))
     stopped = trainer.train()
-    # Only now: after an error NCCL waits here for kernels that wait for this rank.
+    # Not earlier: after an error, NCCL would wait here for kernels that wait for this rank.
     stop_process_group()
     if stopped is not None:
         return end_stopped(stopped)

@@ -1,4 +1,4 @@
-"""Folder of a run: created before anything is allocated, with files that document the run."""
+"""A run's folder: created before any allocation, with files that document the run."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ if TYPE_CHECKING:  # the report reads this file's names without torch
 CONFIG_FILE = "config.toml"
 ENVIRONMENT_FILE = "environment.json"
 ATTEMPTS = "attempts"
-"""Folder with the config and the environment of each start of the run, by number."""
+"""Folder with the config and environment for each start of the run, by number."""
 LOGS = "logs"
 IMPORTED = "imported"
-"""Checkpoint that a Hugging Face folder was converted into, to start from."""
+"""Checkpoint converted from a Hugging Face folder, to start from."""
 HOLDER_FILE = "holder"
-"""In ``LOGS``: which process the folder belongs to, and its lock."""
+"""File in ``LOGS`` that names the process that owns the folder; it is also the lock."""
 _PACKAGES = (
     *("torch", "deepspeed", "numpy", "pyarrow", "sentencepiece", "safetensors", "tokenizers", "transformers"),
     *("triton", "flash-attn", "flash-attn-4", "fla-core"),
 )
-"""Of which those that are installed have their versions in the environment."""
+"""Packages whose versions are recorded in the environment, if installed."""
 HOLD_SECONDS = 15.0
-"""How long a start waits for the process before it, which may be saving."""
+"""Seconds that a start waits for the previous process, which may be saving."""
 
 
 def prepare_folder(config: RunConfig) -> Path:
-    """Make the run's folder and return it; raise ConfigError if it cannot be written or already holds a run."""
+    """Create and return the run's folder. Raise ConfigError if it is not writable, or has a run that is not resumed."""
     folder = Path(config.run.output_dir)
     try:
         if config.run.resume == "no" and (folder / METRICS_FILE).exists():
@@ -80,7 +80,7 @@ def hold_folder(folder: Path, *, wait_seconds: float = HOLD_SECONDS) -> None:
     path = folder / LOGS / HOLDER_FILE
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     deadline, is_told = time.monotonic() + wait_seconds, False
-    # A run that is asked to stop may still be writing its last checkpoint when the next attempt begins.
+    # A run that was stopped may still write its last checkpoint when the next attempt starts.
     while not _is_locked(handle):
         holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
         belongs = f"run.output_dir={str(folder)!r} belongs to a run that is under way: {holder}."
@@ -91,7 +91,7 @@ def hold_folder(folder: Path, *, wait_seconds: float = HOLD_SECONDS) -> None:
                 "Two would write over one another. End that one first, or choose another folder (--run.output_dir ...)."
             )
         if not is_told:
-            # Immediately rather than after the wait, for users who started it by mistake.
+            # At once rather than after the wait: the user may have started it by mistake.
             sys.stderr.write(spelled(f"{belongs} Waiting {wait_seconds:.0f} s at most for it to end.\n"))
             sys.stderr.flush()
             is_told = True
@@ -106,7 +106,7 @@ def hold_folder(folder: Path, *, wait_seconds: float = HOLD_SECONDS) -> None:
 def _is_locked(handle: int) -> bool:
     """Return True if this process now holds the lock, or if the file system does not support locks."""
     try:
-        # Not flock, which a forked child would hold on to.
+        # Not flock, which a forked child would keep.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
@@ -114,8 +114,9 @@ def _is_locked(handle: int) -> bool:
 
 
 def write_config_and_environment(folder: Path, config: RunConfig, mesh: Mesh, num_parameters: int) -> None:
-    """Write the resolved config and the environment of rank 0, for the folder and for this attempt alone."""
+    """Write the resolved config and rank 0's environment, once for the folder and once for this attempt."""
     earlier = [int(path.name) for path in (folder / ATTEMPTS).glob("*") if path.name.isdecimal()]
+    # Each start overwrites the folder's copy; the attempt's copy remains as history.
     attempt = folder / ATTEMPTS / f"{max(earlier, default=0) + 1:03d}"
     attempt.mkdir(parents=True)
     environment = json.dumps(_environment(mesh, num_parameters), indent=1) + "\n"
@@ -126,7 +127,7 @@ def write_config_and_environment(folder: Path, config: RunConfig, mesh: Mesh, nu
 
 
 def start_logging(folder: Path, rank: int) -> None:
-    """Log INFO to ``logs/rank_N.log`` on every rank; on the console, INFO of rank 0 and warnings of the others."""
+    """Log INFO to ``logs/rank_N.log`` on every rank; on the console, INFO from rank 0 and warnings from the others."""
     to_file = _LogFile(folder / LOGS / f"rank_{rank}.log")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_console = _Console(sys.stdout)
@@ -138,38 +139,39 @@ def start_logging(folder: Path, rank: int) -> None:
         to_console.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
     to_console.addFilter(is_for_console)
     to_console.addFilter(lambda record: not _is_detail(record))
-    # Without this, on a full disk the log's own traceback would bury the error that reports it.
+    # On a full disk, logging's own traceback would bury the error that reports it.
     logging.raiseExceptions = False
-    # Only our packages, not the root logger: DeepSpeed and torch log messages that our users did not ask for.
+    # Only our packages, not the root logger: DeepSpeed and torch log messages that users did not request.
     ours = [logging.getLogger(name) for name in ("launcher", "parallel", "data_pipeline", "longctx", "__main__")]
     for logger in ours:
         logger.setLevel(logging.INFO)
+        # Otherwise root handlers would print each line again.
         logger.propagate = False
         logger.handlers = [to_file, to_console]
 
 
 def _is_detail(record: logging.LogRecord) -> bool:
-    """Return whether a line is for the file alone: said to be, or which kernels were chosen, and why."""
+    """Return True if a record is only for the file: marked so, or about kernel selection and below WARNING."""
     is_of_kernels = record.name.startswith("longctx.kernels.") and record.levelno < logging.WARNING
     return is_of_kernels or hasattr(record, ONLY_IN_FILE)
 
 
 class _Console(logging.StreamHandler[TextIO]):
-    """Console handler, for a stream that may be a terminal: names of files and documents are untrusted."""
+    """Console handler for a stream that may be a terminal: file and document names are untrusted."""
 
     def format(self, record: logging.LogRecord) -> str:
         return for_terminal(getattr(record, ON_TERMINAL, None) or super().format(record), self.stream)
 
 
 class _LogFile(logging.FileHandler):
-    """Log file of a rank. A failed write does not end the run and is reported once."""
+    """A rank's log file. A failed write does not end the run and is reported once."""
 
     _has_failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Report once, on the console, that lines are missing from here on."""
         error = sys.exc_info()[1]
-        # An error that ends the run is more informative, and must be the last message a user reads.
+        # An error that ends the run is more informative and must be the user's last message.
         if self._has_failed or not is_for_console(record):
             return
         self._has_failed = True
@@ -179,8 +181,8 @@ class _LogFile(logging.FileHandler):
 
 
 def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
-    """Return host, versions, degrees and command line as plain values."""
-    # Not at the top: the report reads this file's names without it.
+    """Collect host, versions, degrees and command line as plain values."""
+    # Deferred: the report imports this module without torch.
     import torch
 
     packages: dict[str, str] = {"longctx": __version__}
@@ -207,7 +209,7 @@ def _environment(mesh: Mesh, num_parameters: int) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the commit of the sources, with "+" if tracked files differ from it; None if they are not in git."""
+    """Return the sources' commit, with "+" if tracked files differ from it; None outside git."""
     root = Path(__file__).parents[1]
     try:
         if not (root / ".git").exists():
@@ -221,7 +223,7 @@ def _commit() -> str | None:
 
 
 def processor_name() -> str:
-    """Return the name of the processor."""
+    """Return the processor's name."""
     # On Linux platform.processor() is the architecture, or empty.
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

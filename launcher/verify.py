@@ -1,10 +1,12 @@
-"""Compare a run's configuration with one plain process, on the user's own cluster:
-``deepspeed --hostfile hostfile launcher/verify.py --config run.toml``.
+"""Compare a run's configuration with one plain process, on the user's own cluster.
 
-Three steps of a small model with the run's own degrees, layout, transport, kernel, ZeRO stage, dtype and chunks, beside
-three steps of one process: loss, gradient norm, every gradient and every weight. Exit code 1 where they differ.
+    deepspeed --hostfile hostfile launcher/verify.py --config run.toml
 
-With ``--probe leak`` it changes one token of a packed row's first document instead, and looks whether another document
+Runs three steps of a small model with the run's own degrees, layout, transport, kernel, ZeRO stage, dtype and chunks,
+and three steps in one process, and compares loss, gradient norm, every gradient and every weight. Exit code 1 if they
+differ.
+
+With ``--probe leak`` it changes one token in a packed row's first document instead, and checks whether another document
 changes: at the run's degrees, in its layout, kernel, chunks and mixers. Exit code 1 if one does.
 """
 
@@ -13,12 +15,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The script's own folder would shadow top-level modules of the same names; import from the repository instead.
+# The script's own folder would shadow top-level modules with the same names; import from the repository instead.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from longctx_train import end_if_names_clash
 
-# Before any package of ours: another's of the same name would end in an ImportError.
+# Before any of our packages: a foreign one with the same name would end in an ImportError.
 end_if_names_clash()
 
 from launcher.cluster.exit import FAILED, run_script
@@ -35,7 +37,7 @@ from parallel.runtime.launched import environment_rank
 
 
 def main(argv: list[str]) -> int | None:
-    """Check everything that can be checked, then compare with one process."""
+    """Validate everything first, then compare with one process."""
     rank, world_size = environment_rank()
     if argv in (["--help"], ["-h"]):
         end_with(f"{__doc__}\nSettings are those of `longctx train`, whose --help all explains each.", quiet=rank != 0)
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> int | None:
     )
     check_run(config, world_size)
     start_process_group(timeout_seconds=config.run.timeout_seconds, meet_seconds=config.run.meet_seconds, device=device)
-    # DeepSpeed decides on a device when it is imported.
+    # DeepSpeed selects a device when it is imported, so import it after the choice.
     from launcher.verification.run import probe_run, verify_run
 
     verdict = probe_run(config, device) if probe else verify_run(config, device)

@@ -1,4 +1,4 @@
-"""Wording of counts and long lists in messages, the report and the verbs."""
+"""Wording of counts, durations and long lists in messages, the report and the verbs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Sequence
 
 ONLY_IN_FILE = "only_in_file"
-"""Attribute of a log record that the console leaves out."""
+"""Log record attribute: the console leaves the record out."""
 ON_TERMINAL = "on_terminal"
-"""Attribute of a log record: its line as a terminal shows it."""
+"""Log record attribute: the line in the form for a terminal."""
 
 
 def plural(count: int, thing: str) -> str:
@@ -19,7 +19,7 @@ def plural(count: int, thing: str) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """Format a duration with two units at most: ``45 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
+    """Format a duration with at most two units: ``45 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
     # A duration that rounds up to the next unit is given in that unit: 59.9 s are a minute.
     if seconds < 59.5:
         return f"{seconds:.0f} s"
@@ -34,7 +34,7 @@ def short_duration(seconds: float) -> str:
 
 
 def first_names(names: Sequence[str], most: int = 8, thing: str = "") -> str:
-    """Join at most ``most`` names and the number of others: ``a, b and 3 more``, counted in ``thing`` if given."""
+    """Join at most ``most`` names and count the others: ``a, b and 3 more``, counted in ``thing`` if given."""
     shown = ", ".join(names[:most])
     if len(names) <= most:
         return shown
@@ -42,6 +42,6 @@ def first_names(names: Sequence[str], most: int = 8, thing: str = "") -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str], most: int = 3) -> str:
-    """Return a question, with a leading space, that offers the known names closest to ``word``."""
+    """Return a question, with a leading space, that suggests the known names closest to ``word``."""
     close = difflib.get_close_matches(word, known, n=most, cutoff=0.5) or sorted(known)
     return f" Did you mean {' or '.join(close[:most])}?"

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: save, find, load and set aside on all ranks. The format: ``longctx/checkpoint_format.py``."""
+"""A run's checkpoints: save, find, load and set aside on all ranks. Format: ``longctx/checkpoint_format.py``."""

@@ -24,20 +24,20 @@ from longctx.errors import CheckpointError, DataError, LongCtxError
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.toml"
-"""Of a run folder."""
+"""File name in a run folder."""
 _RESUME_EVENT = "resume"
 _START_ANEW = "start anew: --run.resume no and another --run.output_dir."
 _MOST_REASONS = 4
-"""Checkpoints whose damage one message tells; a screen has room for no more."""
+"""Damaged checkpoints listed in one message, so that it fits on a screen."""
 _MOST_LETTERS = 240
-"""Of one reason."""
+"""Longest reason, in characters."""
 
 
 def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Path | None:
-    """Return the checkpoint that ``run.resume`` names, or None for "no". Raise CheckpointError if it does not exist.
+    """Return the checkpoint selected by ``run.resume``; None for "no", and for "auto" in a new run.
 
-    Also return None for "auto" if the run is new: it has no checkpoint and never had one. A checkpoint that only the
-    run's ``store`` has is copied here first, and so is one that ``resume`` names by its URL.
+    A run is new if it has no checkpoint and never had one. Checkpoints that exist only in the run's ``store``, or are
+    given by URL, are first copied into the run folder. Raise CheckpointError if the checkpoint does not exist.
     """
     if resume == "no":
         return None
@@ -53,7 +53,7 @@ def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Pa
             )
         return folder
     known = {step_of(path): path for path in list_checkpoints(run_folder)}
-    # A new run asks its store again later, and is refused if the store does not answer.
+    # A new run does not warn: ``check_unused`` queries the store later and fails if it is unreachable.
     there = _steps_there(store, is_told=bool(known) or resume != AUTO)
     steps = sorted(known.keys() | there, reverse=True)
     if not steps and resume == AUTO:
@@ -65,15 +65,17 @@ def find_resume(run_folder: Path, resume: str, store: Store | None = None) -> Pa
 
 
 def _newest(run_folder: Path, resume: str, known: Mapping[int, Path], store: Store | None, *, steps: list[int]) -> Path:
-    """Return the newest intact checkpoint, skipping unproved ones if training broke right after them.
+    """Return the newest good checkpoint. Raise CheckpointError with the reasons if all are damaged.
 
-    A step that is not in ``known``, or is damaged here, is looked up in the ``store``. Raise CheckpointError with the
-    reasons if no checkpoint is intact.
+    Steps missing from ``known``, or damaged locally, are fetched from the ``store``.
     """
-    # "latest" trusts the files: loading checks their hashes anyway, and then reports the damaged one.
+    # "latest" trusts the files: loading verifies the hashes and reports a damaged one.
     is_checked, newest_whole = resume != "latest", None
     reasons: list[str] = []
     before = math.inf
+    # Newest first. Intact files are not enough: if training became non-finite right after a save, the saved weights may
+    # already be bad. Such a checkpoint counts only if a later step or a validation has proved it; otherwise the search
+    # goes on, and the newest intact checkpoint remains as the last resort.
     for step in steps:
         next_step, before = before, step
         path = known.get(step)
@@ -100,7 +102,7 @@ def _newest(run_folder: Path, resume: str, known: Mapping[int, Path], store: Sto
 
 
 def _steps_there(store: Store | None, *, is_told: bool) -> set[int]:
-    """Return the checkpoint steps in a store; empty if it cannot be reached, with a warning if ``is_told``."""
+    """Return the checkpoint steps in a store; empty if it is unreachable, with a warning if ``is_told``."""
     if store is None:
         return set()
     try:
@@ -112,7 +114,7 @@ def _steps_there(store: Store | None, *, is_told: bool) -> set[int]:
 
 
 def _brought(run_folder: Path, step: int, store: Store | None, reasons: list[str]) -> Path | None:
-    """Copy a checkpoint from the store and return its folder; on failure warn, add to ``reasons`` and return None."""
+    """Copy a checkpoint from the store and return its folder. On failure, warn, add to ``reasons`` and return None."""
     if store is None:
         return None
     try:
@@ -127,7 +129,7 @@ def _brought(run_folder: Path, step: int, store: Store | None, reasons: list[str
 
 
 def _fetch(run_folder: Path, address: str) -> Path:
-    """Copy the checkpoint at this URL, or the newest one if it is a run's URL, into the run's folder."""
+    """Copy the checkpoint at a URL, or the newest one below a run's URL, into the run folder."""
     store, step = find_address(address)
     if step is None:
         there = store.committed()
@@ -140,27 +142,26 @@ def _fetch(run_folder: Path, address: str) -> Path:
 
 
 def remove_leftovers(run_folder: Path) -> None:
-    """Remove and log leftovers of killed saves, killed removals and earlier resumes. No save may be under way."""
+    """Remove and log leftovers from killed saves, killed removals and earlier resumes. No save may be in progress."""
     for leftover in leftovers(run_folder, is_running=False):
         if remove_or_warn(leftover.path):
             log.info("Removed %s: %s.", leftover.path, leftover.what)
 
 
 def set_aside_newer(run_folder: Path, step: int) -> None:
-    """Rename checkpoints of steps after ``step`` to ``*.discarded``: a resumed run rewrites that history."""
+    """Rename checkpoints after ``step`` to ``*.discarded``: the resumed run replaces that history."""
     for path in list_checkpoints(run_folder):
         if step_of(path) > step:
             set_aside(path)
 
 
 def problems_of(path: Path) -> list[str]:
-    """Return the problems of a checkpoint. Every byte of its files is read, unless its manifest is already wrong.
-
-    Matching hashes alone are no proof, because anyone can compute them: a run must also be able to load the manifest.
-    """
+    """Return a checkpoint's problems. Reads every byte, unless the manifest is already invalid."""
+    # Hashes are no signature, because anyone can compute them. The manifest must also describe a model and a training
+    # state that a run can load.
     try:
         reader = CheckpointReader(path)
-        # By arithmetic and names: even huge sizes in a manifest are cheap to check.
+        # By arithmetic and names: cheap even if a manifest claims huge sizes.
         check_tensors(reader)
         check_training(reader)
         problems = reader.verify()
@@ -172,7 +173,7 @@ def problems_of(path: Path) -> list[str]:
 
 
 def _on_one_line(problems: list[str]) -> str:
-    """Shorten problems to one line for the log: a damaged checkpoint may have one for every file."""
+    """Shorten problems to one log line: a damaged checkpoint may have one per file."""
     first = problems[0].splitlines()[0]
     if len(first) > _MOST_LETTERS:
         first = f"{first[:_MOST_LETTERS]}…"
@@ -182,7 +183,7 @@ def _on_one_line(problems: list[str]) -> str:
 
 
 def _none_good(run_folder: Path, resume: str, store: Store | None, reasons: list[str]) -> str:
-    """Return the error message if checkpoints exist but none can be resumed from."""
+    """Build the error message for a run with only unusable checkpoints."""
     lines = [f"run.resume={resume!r}, and no checkpoint of {run_folder / CHECKPOINTS} can be gone on from:"]
     lines += [f"  {reason}" for reason in reasons[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
@@ -204,14 +205,15 @@ def _none_found(run_folder: Path, resume: str, store: Store | None) -> str:
 
 
 def _offer(run_folder: Path) -> str:
-    """Return advice that lists the checkpoints the user can name instead."""
+    """Build the hint that lists the checkpoints the user can name instead."""
     known = [p.name for p in list_checkpoints(run_folder)]
     if not known:
         return f"{run_folder / CHECKPOINTS} holds none either; {_START_ANEW}"
     return f"Checkpoints of this run: {', '.join(known)}, or --run.resume latest."
 
 
-# Check that a run without a checkpoint may begin: if it has saved before, it has lost data and must not.
+# A run without a checkpoint may start at step 0 only if it never saved one. Otherwise its checkpoints were lost, and
+# the user must decide.
 
 
 def check_never_saved(run_folder: Path) -> None:
@@ -226,8 +228,8 @@ def check_never_saved(run_folder: Path) -> None:
 
 
 def _remains(run_folder: Path) -> str:
-    """Describe the remains of a checkpoint; empty if there are none."""
-    # Folders of killed saves begin with a dot. A folder gets this name once it is complete.
+    """Describe a former checkpoint's remains on disk, or return an empty string."""
+    # Only complete checkpoints get this name: killed saves leave folders that start with a dot.
     for path in sorted((run_folder / CHECKPOINTS).glob("step_*")):
         if path.name.endswith(".discarded"):
             return f"{path.name} is there, which an earlier start has set aside"
@@ -236,7 +238,7 @@ def _remains(run_folder: Path) -> str:
 
 
 def _recorded(run_folder: Path) -> str:
-    """Describe evidence of an earlier checkpoint in the metrics; empty if there is none."""
+    """Describe evidence in the metrics for an earlier checkpoint, or return an empty string."""
     last = 0
     for record in readable_records(run_folder / METRICS_FILE):
         step, event = record["step"], record.get("event")
@@ -244,14 +246,15 @@ def _recorded(run_folder: Path) -> str:
             return f"{METRICS_FILE} has a {event} at step {step}, which needs a checkpoint"
         last = max(last, step)
     every = _save_interval(run_folder)
-    # The second save waits until the first one is committed, and step 2 * every is recorded before that.
+    # The second save starts after the first commit, and step 2 * every is recorded before that. Any later step
+    # therefore implies a committed checkpoint.
     if every and last > 2 * every:
         return f"{METRICS_FILE} reaches step {last}, with checkpoint.every_steps={every}"
     return ""
 
 
 def _save_interval(run_folder: Path) -> int:
-    """Return ``checkpoint.every_steps`` of the previous start; 0 if unknown."""
+    """Return ``checkpoint.every_steps`` from the previous start; 0 if unknown."""
     section = checkpoint_section(run_folder)
     every = section.get("every_steps", 0) if isinstance(section, dict) else 0
     if type(every) is not int:
@@ -260,7 +263,7 @@ def _save_interval(run_folder: Path) -> int:
 
 
 def checkpoint_section(run_folder: Path) -> Any:
-    """Return the ``checkpoint`` section of a run's ``config.toml``; None if it cannot be read."""
+    """Return the ``checkpoint`` section in a run's ``config.toml``; None if the file is unreadable."""
     try:
         return tomllib.loads((run_folder / CONFIG_FILE).read_text()).get("checkpoint", {})
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Health of a run's checkpoints: step, size, age, integrity, proof, and which ones retention keeps."""
+"""Checkpoint health for a run: step, size, age, integrity, proof, and why retention keeps it."""
 
 from __future__ import annotations
 
@@ -25,39 +25,40 @@ PROVED, WHOLE, DAMAGED = "proved", "whole", "damaged"
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Summary of one checkpoint."""
+    """One checkpoint's step, size, age and health."""
 
     step: int
     folder: Path | ObjectPath
     age_seconds: float
-    """Since it was committed."""
+    """Time since the commit."""
     health: str
-    """``proved``, ``whole`` by the size of its files (or their hashes, where these were asked for) or ``damaged``."""
+    """``proved``, ``whole`` (all file sizes match, or all hashes if requested) or ``damaged``."""
     num_bytes: int | None = None
-    """None, as ranks and dtype, where the manifest cannot be read."""
+    """None, like ranks and dtype, if the manifest is unreadable."""
     ranks: int | None = None
-    """None of an imported one too."""
+    """Also None for an imported checkpoint."""
     dtype: str | None = None
     problem: str | None = None
-    """What is damaged."""
+    """Description of the damage."""
 
 
 def summaries(run: Path, *, check: bool) -> list[Summary]:
-    """Return summaries of a run's committed checkpoints, oldest first; with ``check``, verify every hash."""
+    """Summarize a run's committed checkpoints, oldest first; with ``check``, verify every hash."""
     return [_summary(folder, check=check) for folder in list_checkpoints(run)]
 
 
 def stored_summaries(store: Store, *, check: bool) -> list[Summary]:
-    """Return ``summaries`` of the checkpoints in a store, with the sizes that the store lists."""
+    """Summarize a store's checkpoints like ``summaries``, using the sizes that the store lists."""
     return [_stored_summary(step, stored, check=check) for step, stored in store.committed().items()]
 
 
 def staying_there(store: Store) -> dict[int, str] | None:
-    """Return ``staying`` for a store, by the config in its newest checkpoint's manifest."""
+    """Return ``staying`` for a store, using the config in its newest checkpoint's manifest."""
     there = store.committed()
     if not there:
         return {}
     try:
+        # A store has no config.toml, but each manifest includes the run's config.
         section = there[max(there)].manifest()["training"].get("config", {}).get("checkpoint", {})
     except CheckpointError:
         return None
@@ -74,6 +75,7 @@ def _stored_summary(step: int, stored: StoredCheckpoint, *, check: bool) -> Summ
         check_model(manifest, str(stored.place))
     except LongCtxError as error:
         return Summary(step=step, folder=stored.place, age_seconds=age, health=DAMAGED, problem=str(error))
+    # By size first: listing a store is cheap, and reading every object is not.
     listed = {name: entry["bytes"] for name, entry in manifest["files"].items()}
     problems = [f"{name} is missing, or of another size" for name in listed if stored.sizes.get(name) != listed[name]]
     if check and not problems:
@@ -82,7 +84,7 @@ def _stored_summary(step: int, stored: StoredCheckpoint, *, check: bool) -> Summ
 
 
 def staying(run: Path) -> dict[int, str] | None:
-    """Return the steps that the run's retention keeps, each with the reason; None if its config is unusable."""
+    """Map the steps that the run's retention keeps to their reasons; None if its config is unusable."""
     retention = _retention(checkpoint_section(run))
     if retention is None:
         return None
@@ -90,7 +92,7 @@ def staying(run: Path) -> dict[int, str] | None:
 
 
 def _summary(folder: Path, *, check: bool) -> Summary:
-    # From the folder's name, which works even if the manifest cannot be read.
+    # The folder name works even if the manifest is unreadable.
     step = step_of(folder)
     age = time.time() - (folder / MANIFEST).stat().st_mtime
     try:
@@ -99,7 +101,7 @@ def _summary(folder: Path, *, check: bool) -> Summary:
         check_training(reader)
     except LongCtxError as error:
         return Summary(step=step, folder=folder, age_seconds=age, health=DAMAGED, problem=str(error))
-    # From cheap to expensive.
+    # Cheap check first: sizes, then hashes over every byte.
     problems = reader.wrong_sizes()
     if check and not problems:
         problems = problems_of(folder)
@@ -115,8 +117,8 @@ def _judged(
     problems: Sequence[str],
     is_proved: Callable[[], bool],
 ) -> Summary:
-    """Return the summary of a checkpoint with a readable manifest."""
-    # A proof covers the state that was saved, not damage to its files since then.
+    """Build the summary for a checkpoint with a readable manifest."""
+    # A proof covers the saved state, not damage to the files since then, so damage takes precedence.
     health = WHOLE
     if problems:
         health = DAMAGED
@@ -135,8 +137,9 @@ def _judged(
 
 
 def _retention(section: Any) -> Retention | None:
-    """Return the retention of a config section, defaults for missing keys; None if the section is invalid."""
+    """Return a config section's retention, with defaults for missing keys; None if the section is invalid."""
     defaults = CheckpointSection()
+    # The section was read from a file and may be any type: a non-table has no ``get``.
     try:
         values = [section.get(key, getattr(defaults, key)) for key in ("keep_last", "keep_every", "keep_best")]
     except AttributeError:

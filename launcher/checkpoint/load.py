@@ -1,4 +1,4 @@
-"""Load a checkpoint into the engine after checking its files and its model."""
+"""Load a checkpoint into the engine after checking its files and model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _COPY_AGAIN = "Copy or convert it again, or start from another one."
 
 
 def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> CheckpointReader:
-    """Load weights and moments into the engine and return the reader; its manifest has the rest. Collective.
+    """Load weights and moments into the engine. Return the reader; its manifest has the rest. Collective.
 
-    Every block is hashed before its values are used. Raise CheckpointError on all ranks if the checkpoint is of another
-    model, or is damaged; in the latter case the engine cannot be used any more.
+    Every block is hashed before its values are used. Raise CheckpointError on all ranks if the checkpoint belongs to
+    another model or is damaged; the engine must not be used after damage.
     """
 
     def check(reader: CheckpointReader) -> None:
@@ -35,17 +35,16 @@ def load_checkpoint(folder: Path, engine: ZeroEngine, model: ModelConfig) -> Che
         _check_optimizer(reader, engine)
 
     reader = _checked(folder, engine, check, _TRY_ANOTHER)
-    # Imported and upcycled checkpoints have weights alone.
+    # Imported and upcycled checkpoints have only weights.
     _fill(engine, reader, _TRY_ANOTHER, step=_optimizer_steps(reader), moments=len(reader.roles) > 1)
     return reader
 
 
 def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
-    """Load weights alone: the optimiser starts fresh at step 0. Collective.
+    """Load only weights, with a fresh optimizer at step 0. Collective.
 
-    Checked like ``load_checkpoint``, except that the context length of ``model`` may differ from the checkpoint's:
-    ``rope`` (the scaling of positions, not the choice of rotated channels), ``max_positions`` and ``window`` may
-    change.
+    Checks are those in ``load_checkpoint``, except that context-length fields may differ from the checkpoint's:
+    ``rope`` (position scaling, not which channels rotate), ``max_positions`` and ``window``.
     """
     reader = _checked(folder, engine, lambda reader: check_start(reader, model), _COPY_AGAIN)
     _fill(engine, reader, _COPY_AGAIN, step=0, moments=False)
@@ -54,10 +53,10 @@ def load_weights(folder: Path, engine: ZeroEngine, model: ModelConfig) -> None:
 def _checked(
     folder: Path, engine: ZeroEngine, check: Callable[[CheckpointReader], None], advice: str
 ) -> CheckpointReader:
-    """Open a checkpoint. Raise CheckpointError on all ranks if its manifest, shapes or files are wrong. Collective."""
+    """Open a checkpoint. Raise CheckpointError on all ranks if manifest, shapes or files are invalid. Collective."""
 
     def read_and_check() -> CheckpointReader:
-        # From cheap to expensive: the manifest, then shapes, then files.
+        # Cheap checks first: the manifest, then shapes, then files.
         reader = CheckpointReader(folder, past_cache=True)
         check(reader)
         _check_shapes(reader, engine)
@@ -68,7 +67,7 @@ def _checked(
 
 
 def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
-    """Raise CheckpointError unless the checkpoint's and the run's model are the same function of the same weights."""
+    """Raise CheckpointError unless both models compute the same function from the same weights."""
     differing = model_config(reader).differences(model)
     if differing:
         raise CheckpointError(
@@ -78,17 +77,17 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
 
 
 def check_start(reader: CheckpointReader, model: ModelConfig) -> None:
-    """Raise CheckpointError if the models differ in more than training-only fields and the reach of positions."""
+    """Raise CheckpointError if the models differ beyond training-only and context-length fields."""
     differing = fixed_differences(model_config(reader), model)
     if differing:
         raise CheckpointError(f"{_of_another_model(reader, model, differing)}\n{MAY_CHANGE}")
 
 
 def check_training(reader: CheckpointReader) -> None:
-    """Raise CheckpointError unless the manifest's training state allows the run to continue. Only it is read."""
+    """Raise CheckpointError unless the manifest's training state allows the run to continue. Reads no other file."""
     training, model = reader.manifest["training"], model_config(reader)
     _optimizer_steps(reader)
-    # A converted or upcycled checkpoint has no loader state, and begins at step 0.
+    # Converted and upcycled checkpoints have no loader state and start at step 0.
     if "loader" in training and training.get("step") != reader.step:
         raise CheckpointError(
             f"{reader.folder}: training.step={training.get('step')!r} is not the step {reader.step} of the checkpoint. "
@@ -104,7 +103,7 @@ def check_training(reader: CheckpointReader) -> None:
 
 
 def _optimizer_steps(reader: CheckpointReader) -> int:
-    """Return the number of optimiser steps taken: fewer than the run's if some were skipped."""
+    """Return how many optimizer steps were taken: fewer than the run's steps if some were skipped."""
     # Earlier releases skipped no step and did not record the number.
     taken = reader.manifest["training"].get("optimizer_steps", reader.step)
     if type(taken) is not int or not 0 <= taken <= reader.step:
@@ -115,7 +114,7 @@ def _optimizer_steps(reader: CheckpointReader) -> int:
 
 
 def _of_another_model(reader: CheckpointReader, model: ModelConfig, differing: Collection[str]) -> str:
-    """Return the message about differing fields, one per line; for ``rope``, one line per key of it."""
+    """Build the message about differing fields, one per line; for ``rope``, one line per key."""
     lines = [f"{reader.folder} is of another model:"]
     for name, (theirs, ours) in model_changes(model_config(reader), model).items():
         if name in differing or name.partition(".")[0] in differing:
@@ -124,9 +123,9 @@ def _of_another_model(reader: CheckpointReader, model: ModelConfig, differing: C
 
 
 def _check_optimizer(reader: CheckpointReader, engine: ZeroEngine) -> None:
-    """Raise CheckpointError if the checkpoint's moments are those of another optimiser."""
+    """Raise CheckpointError if the checkpoint's moments belong to another optimizer."""
     wanted = engine.roles
-    # Tensors with unknown names are left to the next check.
+    # The next check reports tensors with unknown names.
     other = [name for name in reader.names() if name in wanted and reader.roles_of(name) != wanted[name]]
     if len(reader.roles) == 1 or not other:
         return
@@ -139,7 +138,7 @@ def _check_optimizer(reader: CheckpointReader, engine: ZeroEngine) -> None:
 
 
 def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
-    """Raise CheckpointError unless the names and shapes of the checkpoint's tensors equal the engine's."""
+    """Raise CheckpointError unless the tensor names and shapes equal the engine's."""
     shapes = {name: tuple(shape) for name, shape in engine.shapes.items()}
     stored = {name: reader.shape(name) for name in reader.names()}
     if shapes != stored:
@@ -148,13 +147,12 @@ def _check_shapes(reader: CheckpointReader, engine: ZeroEngine) -> None:
 
 
 def _check_files(reader: CheckpointReader, advice: str) -> None:
-    """Raise CheckpointError unless all files exist in full size, and files that are not hashed while read are intact.
-
-    Earlier releases listed no hashes of blocks. The ranks divide the hashing of such files.
-    """
+    """Raise CheckpointError unless all files have their full size and those without block hashes are intact."""
     listed = reader.manifest["files"]
     problems = reader.wrong_sizes()
     if not problems:
+        # Block hashes are verified while values are read. Earlier releases lack them: the ranks divide the work of
+        # hashing such files before the load.
         unhashed = sorted(name for name, entry in listed.items() if "blocks" not in entry)
         problems = reader.verify(unhashed[own_rank() :: num_ranks()])
     if problems:
@@ -162,7 +160,7 @@ def _check_files(reader: CheckpointReader, advice: str) -> None:
 
 
 def _fill(engine: ZeroEngine, reader: CheckpointReader, advice: str, *, step: int, moments: bool) -> None:
-    """Fill the engine from a checkpoint. Each rank reads the ranges it owns, independent of the saving ranks and stage.
+    """Fill the engine from a save by any number of ranks at any ZeRO stage: each rank reads the ranges it owns.
 
     Raise CheckpointError on all ranks if any of them finds damage. Collective.
     """
@@ -172,7 +170,8 @@ def _fill(engine: ZeroEngine, reader: CheckpointReader, advice: str, *, step: in
         try:
             reader.read_into(name, role, start, out)
         except CheckpointError as error:
-            # The other ranks are about to enter collectives: this rank joins them and reports the damage at the end.
+            # The other ranks are about to enter collectives: this rank joins them and reports the damage afterwards.
+            # NaN keeps the unread values from being mistaken for weights.
             problems.append(str(error))
             out.fill_(math.nan)
 

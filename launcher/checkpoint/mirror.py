@@ -1,7 +1,7 @@
-"""Copy a run's checkpoints to an object store in a thread of rank 0. Training continues even if the store fails.
+"""Copy a run's checkpoints to an object store in a rank 0 thread. Training continues even if the store fails.
 
-A failure is logged once and retried with growing pauses. Checkpoints that are missing in the store when the run ends
-are logged, and the next start sends them.
+A failure is logged once and retried with growing pauses. When the run ends, checkpoints missing from the store are
+logged, and the next start sends them.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from parallel.runtime.spans import begin
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5.0, 600.0
-"""Before the second attempt, and at most: each pause is twice the one before."""
+"""Pause before the second attempt, and its limit; each pause doubles the previous one."""
 _LAST_ATTEMPTS = 3
-"""Of a run that has ended and waits."""
+"""Attempts once the run has ended and waits."""
 _LEAVE_SECONDS = 5.0
-"""How long a transfer that is broken off may take to notice."""
+"""Time for a cancelled transfer to stop."""
 
 
 class _BrokenOffError(DataError):
-    """Transfer cancelled because the run does not wait for it any longer."""
+    """Transfer cancelled because the run no longer waits for it."""
 
 
 class _There:
-    """Operations on the store, one turn after the other. They raise DataError if the store refuses or fails."""
+    """Store operations, called only from the mirror thread. They raise DataError if the store refuses or fails."""
 
     def __init__(self, run_folder: Path, store: Store, retention: Retention, *, step: int) -> None:
         self._run, self._store, self._retention, self._step = run_folder, store, retention, step
         self._met = False
         self.refused: Path | None = None
-        """The last checkpoint that this machine could not send; None if a later one was sent."""
+        """The last checkpoint that a local fault kept from being sent; None once a later one is sent."""
         self._known: dict[int, Candidate] = {}
-        """What was read of the checkpoints there: it does not change, but for their proof."""
+        """Candidates read from the store. They never change, except for their proof."""
 
     def meet(self) -> None:
-        """On the first call, discard stored checkpoints of steps after the one at which this run began."""
+        """On the first call, discard stored checkpoints after the step at which this run started."""
         if self._met:
             return
         for step, stored in self._store.committed().items():
@@ -64,11 +64,11 @@ class _There:
             sent += count
             seen(count)
 
-        # The byte count shows whether anything was sent: the previous start may have sent it already.
+        # The byte count shows whether anything was sent: an earlier process may have sent it already.
         try:
             self._store.send(folder, seen=see)
         except CheckpointError as error:
-            # The fault is this machine's, not the store's: a retry would not help.
+            # A local fault, not the store's: a retry would not help.
             log.warning("%s is not sent to %s: %s", folder.name, self._store, error)
             self.refused = folder
             return
@@ -78,14 +78,15 @@ class _There:
         self.prove(folder)
 
     def prove(self, folder: Path) -> None:
-        """Send the proof of a checkpoint, if it has one."""
+        """Send a checkpoint's proof, if it has one."""
         if (folder / PROVED).is_file():
             self._store.prove(folder)
             self._known.pop(step_of(folder), None)
 
     def prune(self) -> None:
-        """Remove checkpoints that retention does not keep, and unfinished ones."""
+        """Remove unfinished checkpoints and those that retention does not keep."""
         there = self._store.steps()
+        # Manifests are slow to read from a store, so candidates are cached between turns.
         self._known = {step: one for step, one in self._known.items() if step in there}
         for step, stored in there.items():
             if stored.is_committed and step not in self._known:
@@ -96,8 +97,10 @@ class _There:
                 stored.remove()
 
 
+# The queue has one slot: if the store is slower than the save interval, a newer checkpoint replaces the waiting one.
+# Backlog and held disk space stay bounded, and the store always receives the newest state.
 class Mirror:
-    """Sender of committed checkpoints to a store. Removes older ones there by the run's retention."""
+    """Sender for committed checkpoints. Prunes the store by the run's retention."""
 
     def __init__(self, run_folder: Path, store: Store, retention: Retention, *, step: int) -> None:
         """Prepare for a run at ``step``: later checkpoints in the store belong to a history that the run has left."""
@@ -105,26 +108,26 @@ class Mirror:
         self._there = _There(run_folder, store, retention, step=step)
         self._changed = threading.Condition()
         self._waiting: Path | None = None
-        """The newest checkpoint that is not on its way yet."""
+        """The newest checkpoint that still waits to be sent."""
         self._sending: Path | None = None
         self._proved: set[Path] = set()
-        """Checkpoints whose proof is to be sent."""
+        """Checkpoints whose proof must still be sent."""
         self._failures = 0
-        """Attempts that failed in a row."""
+        """Consecutive failed attempts."""
         self._reason = ""
         self._left = self._ends = False
         # A daemon: the process must be able to exit even if the store does not answer.
         self._thread = threading.Thread(target=self._run_thread, name="mirror", daemon=True)
 
     def start(self) -> None:
-        """Start the thread with the newest local checkpoint, which an earlier process may not have sent."""
+        """Start the thread with the newest local checkpoint, because an earlier process may not have sent it."""
         here = list_checkpoints(self._run)
         if here:
             self.add(here[-1])
         self._thread.start()
 
     def add(self, folder: Path) -> None:
-        """Send a committed checkpoint; it replaces one that is still waiting."""
+        """Queue a committed checkpoint; it replaces one that still waits."""
         with self._changed:
             if self._waiting is not None and self._waiting != folder:
                 log.info("%s is not sent to %s: %s comes first.", self._waiting.name, self._store, folder.name)
@@ -132,7 +135,7 @@ class Mirror:
             self._changed.notify_all()
 
     def prove(self, folder: Path) -> None:
-        """Send the proof of a checkpoint after the checkpoint itself."""
+        """Queue a checkpoint's proof, to be sent after the checkpoint itself."""
         with self._changed:
             self._proved.add(folder)
             self._changed.notify_all()
@@ -143,9 +146,9 @@ class Mirror:
             return {step_of(folder) for folder in (self._waiting, self._sending) if folder is not None}
 
     def finish(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` until all is sent, or until the store keeps failing; log the missing checkpoint.
+        """Wait up to ``seconds`` until all is sent or the store keeps failing; log a missing checkpoint.
 
-        Return whether the newest checkpoint is in the store.
+        Return True if the newest checkpoint is in the store.
         """
         with self._changed:
             self._ends, self._failures = True, 0
@@ -156,6 +159,7 @@ class Mirror:
             name = self._name()
             is_left = self._left = self._is_busy()
             self._changed.notify_all()
+        # The thread checks ``_left`` with every block. If the store hangs, the daemon thread is abandoned at exit.
         self._thread.join(_LEAVE_SECONDS)
         if is_left:
             why = f": {self._reason}" * bool(self._reason)
@@ -165,9 +169,9 @@ class Mirror:
         return not is_left and self._there.refused is None
 
     def _wait_for_all(self, end: float) -> None:
-        """Return when everything is sent, when the store keeps failing, or at the time ``end``."""
+        """Wait until all is sent, the store keeps failing, or the clock reaches ``end``."""
         while self._is_busy() and self._failures < _LAST_ATTEMPTS and time.monotonic() < end:
-            # Each span tells the watchdog for hanging ranks that this one only waits.
+            # A new span per second tells the hang watchdog that this rank only waits.
             begin("sending a checkpoint to its store", disk=True)
             self._changed.wait(min(1.0, max(0.0, end - time.monotonic())))
 
@@ -175,7 +179,7 @@ class Mirror:
         return self._waiting is not None or self._sending is not None or bool(self._proved)
 
     def _name(self) -> str:
-        """Return the name of the pending transfer for a message."""
+        """Return the pending transfer's name for a message."""
         folder = self._waiting or self._sending
         if folder is None:
             return "the proof of a checkpoint"
@@ -188,19 +192,19 @@ class Mirror:
             except _BrokenOffError:
                 return
             except Exception as error:
-                # Any class of error: not even a bug of ours may end the run.
+                # Catch every error class: not even a bug here may end the run.
                 self._failed(error)
             else:
                 self._succeeded()
 
     def _next(self) -> bool:
-        """Wait for work and for the pause after a failure; return False when the run has ended."""
+        """Wait for work, then for the pause after a failure. Return False if the thread should exit."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_busy() or self._ends)
             pause = 0.0
             if self._failures:
                 pause = min(_FIRST_PAUSE_SECONDS * 2 ** (self._failures - 1), _LONGEST_PAUSE_SECONDS)
-            # A run that ends does not wait for a pause that began earlier.
+            # When the run ends, retry at once instead of finishing a pause that started earlier.
             ended_before = self._ends
             self._changed.wait_for(lambda: self._left or self._ends != ended_before, timeout=pause)
             return self._is_busy() and not self._left
@@ -209,21 +213,23 @@ class Mirror:
         """Send the waiting checkpoint and proofs, then prune. Raise DataError if the store refuses or fails."""
         self._there.meet()
         with self._changed:
-            # Retry one that failed before, unless there is a newer one.
+            # Retry a checkpoint that failed before, unless a newer one waits.
             self._sending, self._waiting = self._waiting or self._sending, None
             folder, proved = self._sending, set(self._proved)
+        # Outside the lock: a transfer may take minutes, and ``add`` must not block training.
         if folder is not None:
             self._there.send(folder, self._see)
         for one in proved:
             self._there.prove(one)
         self._there.prune()
+        # Work is cleared only after success, so a failed turn is repeated.
         with self._changed:
             self._sending = None
             self._proved -= proved
             self._changed.notify_all()
 
     def _see(self, count: int) -> None:
-        """Cancel the transfer if the run no longer waits; called as bytes are sent and read back."""
+        """Cancel the transfer if the run no longer waits. Called as bytes are sent and read back."""
         if self._left:
             raise _BrokenOffError("the run has ended")
 

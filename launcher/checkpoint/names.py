@@ -1,4 +1,4 @@
-"""Paths of checkpoints: the final name when complete, a hidden name while written or removed."""
+"""Checkpoint paths: the final name once committed, a hidden name while being written or removed."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pathlib import Path
 from longctx.files import CHECKPOINTS
 
 _REMOVED = "removed"
-"""How the name of a folder ends that is being removed."""
+"""Suffix for folders that are being removed."""
 _SAVING_SECONDS = 3600.0
-"""A save whose folder was written to within this time may be under way."""
+"""A save folder modified within this time may still be in use."""
 
 
 def folder_of(run_folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step."""
+    """Return a step's checkpoint folder."""
     return run_folder / CHECKPOINTS / f"step_{step:06d}"
 
 
 def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint from its folder's name."""
+    """Return a checkpoint's step, parsed from its folder name."""
     return int(folder.name.removeprefix("step_"))
 
 
 def hidden_folder(target: Path) -> Path:
-    """Return the folder used until commit. Its name is hidden, so that no reader takes it for a checkpoint."""
+    """Return the folder used until commit; its hidden name keeps readers from taking it for a checkpoint."""
     return target.with_name(f".{target.name}.partial")
 
 
 def make_empty(folder: Path) -> None:
-    """Create the folder empty, removing the remains of a killed save."""
+    """Create an empty folder, deleting leftovers from a killed save."""
     shutil.rmtree(folder, ignore_errors=True)
     # Do not create the run's folder: if it is missing, it was removed during the run.
     folder.parent.mkdir(exist_ok=True)
@@ -40,7 +40,7 @@ def make_empty(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint to ``*.discarded``, replacing an older one of that name."""
+    """Rename a checkpoint to ``*.discarded``, replacing an older one with that name."""
     aside = path.with_name(f"{path.name}.discarded")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -62,22 +62,23 @@ def remove_checkpoint(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Leftover:
-    """Folder of a discarded or unfinished checkpoint."""
+    """Discarded or unfinished checkpoint folder."""
 
     path: Path
     what: str
 
 
 def leftovers(run: Path, *, is_running: bool) -> list[Leftover]:
-    """Return killed saves, killed removals and checkpoints that a resumed run set aside.
+    """Return leftovers: killed saves, killed removals, and checkpoints set aside by a resume.
 
-    If the run ``is_running``, a save written to within the last hour may be under way and is left out.
+    While the run ``is_running``, skip saves written to within the last hour: they may still be in progress.
     """
     found = []
     folder = run / CHECKPOINTS
     for path in sorted(folder.glob(f".step_*.{_REMOVED}")):
         found.append(Leftover(path, "a removal that was killed"))
     for path in sorted(folder.glob(".step_*.partial")):
+        # A save in progress differs from a killed one only by its age.
         if not is_running or time.time() - _last_written(path) > _SAVING_SECONDS:
             found.append(Leftover(path, "a save that was killed"))
     for path in sorted(folder.glob("step_*.discarded")):
@@ -86,9 +87,10 @@ def leftovers(run: Path, *, is_running: bool) -> list[Leftover]:
 
 
 def _last_written(folder: Path) -> float:
+    # A folder's mtime changes only when entries are added or removed, so the files' own times count too.
     times = [folder.stat().st_mtime]
     for inner in folder.iterdir():
-        # A save under way may rename or remove it.
+        # A save in progress may rename or remove it.
         with suppress(FileNotFoundError):
             times.append(inner.stat().st_mtime)
     return max(times)

@@ -1,7 +1,8 @@
-"""Proof and retention of a run's checkpoints.
+"""Proof and retention for a run's checkpoints.
 
-A checkpoint is proved if training or validation continued from its weights with a plausible loss. A file beside the
-manifest records this. It is written after the manifest, so it is not covered by the manifest's hash but names it.
+A checkpoint is proved once training or validation has continued from its weights with a plausible loss. A file next to
+the manifest records this. It is written later, so the manifest's hash cannot cover it; the file names that hash
+instead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from longctx.files import read_manifest_bytes, write_atomically
 log = logging.getLogger(__name__)
 
 VALIDATION_LOSS = "validation_loss"
-"""In a manifest's ``training``: the held-out loss of the weights that were saved, where they were validated."""
+"""Key in a manifest's ``training``: held-out loss with the saved weights, if they were validated."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +34,25 @@ class Proof:
     """Loss that proves a checkpoint."""
 
     by: str
-    """``step``, a later training step, or ``validation``, of the weights that were saved."""
+    """``step`` for a later training step, or ``validation`` for a validation with the saved weights."""
     step: int
     loss: float
-    """Nats a token."""
+    """Nats per token."""
 
 
 def is_in_range(loss: float, before: float) -> bool:
-    """Return whether a loss is finite and at most twice the one ``before``, or at most 1 nat above it."""
+    """Return True if a loss is finite and at most twice the loss ``before``, or at most 1 nat above it."""
     # Twice a small loss is within noise, and so is 1 nat above a large one.
     return math.isfinite(loss) and loss <= max(2 * before, before + 1)
 
 
 def write_proof(folder: Path, manifest_hash: str, proof: Proof) -> None:
-    """Write the proof of a committed checkpoint into its folder. Raise CheckpointError if the disk refuses."""
+    """Write a committed checkpoint's proof into its folder. Raise CheckpointError if the disk refuses."""
     write_atomically(folder / PROVED, seal_proof(manifest_hash, asdict(proof)), CheckpointError)
 
 
 def is_proved(folder: Path, manifest_hash: Any) -> bool:
-    """Return whether the checkpoint with this manifest is proved; a proof of another manifest does not count."""
+    """Return True if this manifest's checkpoint is proved; a proof for another manifest does not count."""
     try:
         content = read_proof(folder)
     except CheckpointError:
@@ -60,7 +61,7 @@ def is_proved(folder: Path, manifest_hash: Any) -> bool:
 
 
 def broken_step_after(run_folder: Path, step: int, before: float = math.inf) -> int | None:
-    """Return the first recorded training step in (``step``, ``before``] that was not finite; None if there is none."""
+    """Return the first training step in (``step``, ``before``] with a non-finite record, or None."""
     for record in readable_records(run_folder / METRICS_FILE):
         if record["kind"] == "train" and step < record["step"] <= before and not _is_finite(record):
             return record["step"]
@@ -68,25 +69,25 @@ def broken_step_after(run_folder: Path, step: int, before: float = math.inf) -> 
 
 
 def _is_finite(record: dict[str, Any]) -> bool:
-    """Return whether loss and gradient norm are finite; a skipped step may have the norm None."""
+    """Return True if loss and gradient norm are finite. A skipped step may record the norm as None: not finite."""
     loss, norm = record.get("loss"), record.get("grad_norm", 0.0)
-    # A step has no loss if none of its tokens counts.
+    # A step without counted tokens has no loss.
     return norm is not None and math.isfinite(norm) and (loss is None or math.isfinite(loss))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Properties of a committed checkpoint that decide whether it is kept."""
+    """Properties that decide whether a committed checkpoint is kept."""
 
     folder: Path
     step: int
     validation_loss: float | None = None
-    """Nats a token; None where its weights were not validated, or to no number."""
+    """Nats per token; None without a validation of its weights, or if its loss was not finite."""
     is_proved: bool = False
 
     @classmethod
     def of(cls, folder: Path) -> Candidate:
-        """Return the candidate of a folder; one that cannot be read has no loss and is not proved."""
+        """Read a folder's candidate; an unreadable one has no loss and is not proved."""
         try:
             manifest = _read_quickly(folder)
             training = dict(manifest["training"])
@@ -96,7 +97,7 @@ class Candidate:
 
     @classmethod
     def judged(cls, folder: Path, step: int, training: Mapping[str, Any], *, is_proved: bool) -> Candidate:
-        """Build a candidate from the ``training`` part of a manifest."""
+        """Build a candidate from a manifest's ``training`` section."""
         loss = training.get(VALIDATION_LOSS)
         if not isinstance(loss, float) or not math.isfinite(loss):
             loss = None
@@ -105,26 +106,27 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Rule for the checkpoints to keep: the newest ones and a few others."""
+    """Rule for keeping checkpoints: the newest ones and a few others."""
 
     last: int
     """Newest checkpoints to keep; 0 keeps all."""
     every: int = 0
-    """Keep those whose step this number divides; 0: none."""
+    """Also keep steps divisible by this number; 0 disables this rule."""
     best: int = 0
-    """Checkpoints of the lowest validation loss to keep."""
+    """Also keep this many checkpoints with the lowest validation loss."""
 
     @classmethod
     def of(cls, checkpoint: CheckpointSection) -> Retention:
-        """Return the retention of a run's config."""
+        """Return the retention configured for a run."""
         return cls(last=checkpoint.keep_last, every=checkpoint.keep_every, best=checkpoint.keep_best)
 
     def reasons(self, candidates: Sequence[Candidate]) -> dict[int, str]:
-        """Return the steps to keep, each with the reason."""
+        """Map the steps to keep to their reasons."""
         by_step = sorted(candidates, key=lambda one: one.step)
         # 0 keeps all, regardless of the other fields.
         if not self.last:
             return {one.step: "all" for one in by_step}
+        # A step that several rules keep reports the first one: last, best, every, newest proved.
         found = {one.step: f"last {self.last}" for one in by_step[-self.last :]}
         # Among equal losses the newer one wins.
         judged = sorted((one for one in by_step if one.validation_loss is not None), key=_loss_and_age)
@@ -133,7 +135,7 @@ class Retention:
         for one in by_step:
             if self.every and one.step % self.every == 0:
                 found.setdefault(one.step, f"every {self.every}")
-        # Until a newer one is proved, it is the one known to be good.
+        # The newest proved checkpoint is the fallback until a later one is proved.
         proved = [one.step for one in by_step if one.is_proved]
         if proved:
             found.setdefault(proved[-1], "newest proved")
@@ -141,7 +143,7 @@ class Retention:
 
 
 def prune(run_folder: Path, retention: Retention, held: Collection[int] = ()) -> None:
-    """Remove the checkpoints that retention does not keep, except the ``held`` steps.
+    """Remove checkpoints that retention does not keep, except the ``held`` steps.
 
     Folders that the file system refuses to remove are logged.
     """
@@ -155,20 +157,20 @@ def prune(run_folder: Path, retention: Retention, held: Collection[int] = ()) ->
 
 
 def remove_or_warn(path: Path) -> bool:
-    """Remove a checkpoint's folder; if the file system refuses, warn and return False."""
+    """Remove a checkpoint folder; if the file system refuses, warn and return False."""
     try:
         remove_checkpoint(path)
     except OSError as error:
-        # It costs disk space, but must not end the run.
+        # A leftover folder costs disk space but must not end the run.
         log.warning("%s could not be removed: %s.", path, error)
         return False
     return True
 
 
 def _read_quickly(folder: Path) -> Any:
-    """Return a manifest without the checks, which take ten times as long: this runs after every save."""
+    """Parse a manifest without its checks, which take ten times as long: this runs after every save."""
     content, most_values = read_manifest_bytes(folder)
-    # Parsed, a value takes up to a hundred bytes.
+    # A parsed value takes up to a hundred bytes, so limit their number before parsing.
     if content.count(b",") + content.count(b"[") + content.count(b"{") > most_values:
         raise ValueError("it has more values than a manifest")
     return json.loads(content)

@@ -1,4 +1,4 @@
-"""Write the files of a checkpoint (format: ``longctx/checkpoint_format.py``).
+"""Write a checkpoint's files (format: ``longctx/checkpoint_format.py``).
 
 Every rank writes the ranges it owns into one safetensors file in a hidden folder. Rank 0 writes the manifest and
 renames the folder. Until that rename the previous checkpoint is the newest one, even if a process is killed. All ranks
@@ -36,21 +36,21 @@ if TYPE_CHECKING:  # importing DeepSpeed takes seconds, and decides on a device
     from parallel.zero.state import Piece
 
 BLOCK_VALUES = 1 << 22
-"""Values that leave their device at a time: 16 MiB."""
+"""Values copied off the device at a time: 16 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Carried:
-    """Files that no step changes. Every checkpoint of a run has them, stored once if the disk supports hard links."""
+    """Files that training never changes. Every checkpoint has them, stored once if the disk supports hard links."""
 
     origin: Path
-    """The checkpoint that the run goes on from."""
+    """Checkpoint that the run continues."""
     files: Mapping[str, Mapping[str, Any]]
-    """What its manifest says of them, by name."""
+    """Its manifest entries for these files, by name."""
 
     def put_into(self, folder: Path, run_folder: Path) -> list[WrittenFile]:
-        """Link or copy them from the run's newest checkpoint, or from the origin, and return the written files."""
-        # The origin may be gone by now, but a run always has a checkpoint left.
+        """Link or copy the files from the run's newest checkpoint or from the origin, and return the written files."""
+        # The origin may be gone by now, but a run always keeps a checkpoint.
         sources = [*list_checkpoints(run_folder)[::-1], self.origin]
         return [self._put(folder, name, entry, sources) for name, entry in self.files.items()]
 
@@ -73,7 +73,7 @@ class Carried:
 
 
 def _has_size(path: Path, num_bytes: int) -> bool:
-    """Return whether the path is a regular file of this size."""
+    """Return True if the path is a regular file with this size."""
     return path.is_file() and path.stat().st_size == num_bytes
 
 
@@ -84,12 +84,12 @@ class WrittenFile(NamedTuple):
     num_bytes: int
     hash: str
     pieces: Sequence[tuple[str, str, dict[str, Any]]] = ()
-    """(tensor, role, where its values lie in the file)."""
+    """(tensor, role, location in the file)."""
     block_hashes: str = ""
-    """Of the blocks of a file with pieces."""
+    """Block hashes, for a file with pieces."""
 
     def entry(self) -> dict[str, Any]:
-        """Return the manifest entry for its bytes."""
+        """Return the file's manifest entry."""
         entry: dict[str, Any] = {"bytes": self.num_bytes, "hash": self.hash}
         if self.block_hashes:
             entry["blocks"] = self.block_hashes
@@ -98,20 +98,20 @@ class WrittenFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """Contents of a checkpoint's manifest besides its list of files."""
+    """Everything in a checkpoint's manifest except its file list."""
 
     step: int
     model: ModelConfig
     shapes: Mapping[str, torch.Size]
-    """Of every parameter and buffer of the whole model."""
+    """Shape per parameter and buffer in the full model."""
     roles: Mapping[str, Sequence[str]]
-    """What is kept of each: of a buffer, which is no parameter, its value and no moments."""
+    """Roles kept per tensor: a buffer has a value but no moments."""
     dtype: torch.dtype
     training: Mapping[str, Any]
     tokenizer_files: Mapping[str, bytes]
-    """Copied along: a checkpoint is of use without its run's data."""
+    """Copied along, so that the checkpoint is usable without the run's data."""
     carried: Carried | None = None
-    """Tensors of an imported model's other parts, if it has any."""
+    """Tensors from an imported model's other parts, if it has any."""
 
 
 def write_rank_file(
@@ -119,10 +119,11 @@ def write_rank_file(
 ) -> WrittenFile:
     """Write a rank's values into one file and sync it. Raise CheckpointError unless it reads back the same.
 
-    Values are taken one piece at a time, so views of ZeRO's state leave the device in parts. With ``sums``, one per
-    piece, raise CheckpointError if values have changed since they were summed.
+    Values are taken one piece at a time, so views into ZeRO's state leave the device in parts. With ``sums``, one
+    checksum per piece, raise CheckpointError if values have changed since these were computed.
     """
     path = folder / f"rank_{rank:05d}.safetensors"
+    # A generator: each value is verified just before it is written, and read once.
     if sums:
         values = _unchanged(rank, pieces, values, sums)
     written = write_pieces(path, pieces, values)
@@ -135,7 +136,7 @@ def write_rank_file(
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) -> Written:
-    """Write the values of the pieces as float32 entries named by ``piece_key``, and sync the file.
+    """Write the pieces' values as float32 entries named by ``piece_key``, and sync the file.
 
     Values are taken one piece at a time: each may be freed when the next is requested.
     """
@@ -150,12 +151,12 @@ def write_pieces(path: Path, pieces: Sequence[Piece], values: Iterable[Tensor]) 
 
 
 def piece_key(one: Piece) -> str:
-    """Return the name of a range in its file."""
+    """Return a range's key in its file."""
     return f"{one.name}/{one.role}/{one.start}"
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
-    """Return the file's header; the values after it start at a multiple of eight bytes."""
+    """Build the file's header; the values after it start 8-byte aligned."""
     entries: dict[str, Any] = {}
     at = 0
     for one in pieces:
@@ -165,11 +166,21 @@ def _header(pieces: Sequence[Piece]) -> bytes:
     return encoded_header(entries)
 
 
+# Commit protocol. A folder is a checkpoint if and only if it has its final name, and one atomic rename gives it that
+# name.
+#
+# Invariant: whenever a process is killed or power fails, every folder with a final name is complete, and each byte that
+# its manifest lists is on the disk. File systems may reorder a rename and earlier writes ("All File Systems Are Not
+# Created Equal", Pillai et al., OSDI 2014), so each stage is synced before the next one starts:
+#
+#   1. the ranks' tensor files (synced before this call), then tokenizer files and carried files
+#   2. the manifest, read back after the sync, and the hidden folder's own entries
+#   3. the run's append-only records, so that a checkpoint never survives without the records up to its step
+#   4. the rename, and the parent folder, which stores the new name
 def commit(target: Path, files: Sequence[WrittenFile], contents: Contents, records: Sequence[Path] = ()) -> str:
     """Write the remaining files, rename the folder to its final name, and return the manifest's hash.
 
-    The rename creates the checkpoint. Every file must be on disk by then. ``records``, the run's append-only files, are
-    synced first: otherwise a checkpoint could survive without the records up to its step.
+    All rank files must be on disk. ``records``, the run's append-only files, are synced before the rename.
     """
     partial, listed = hidden_folder(target), list(files)
     for name, content in contents.tokenizer_files.items():
@@ -187,17 +198,17 @@ def commit(target: Path, files: Sequence[WrittenFile], contents: Contents, recor
     for record in filter(Path.exists, records):
         sync_path(record)
         sync_path(record.parent)
-    # The run has saved this step before, and was then resumed from an earlier checkpoint.
+    # The run saved this step before, and was then resumed from an earlier checkpoint.
     if target.exists():
         set_aside(target)
     partial.rename(target)
-    # A rename is on the disk when its parent folder is.
+    # A rename is durable once its parent folder is synced.
     sync_path(target.parent)
     return manifest["hash"]
 
 
 def _unchanged(rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum]) -> Iterator[Tensor]:
-    """Yield the values, each after comparing it with its sum."""
+    """Yield the values, each after verifying its checksum."""
     for one, tensor, total in zip(pieces, values, sums, strict=True):
         if not is_sum_of(total, tensor.contiguous()):
             raise CheckpointError(
@@ -210,7 +221,7 @@ def _unchanged(rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sum
 
 
 def _check_read_back(path: Path, written: str) -> None:
-    """Raise CheckpointError unless the file's xxh3-128 is that of the written bytes."""
+    """Raise CheckpointError unless the file's xxh3-128 matches the written bytes."""
     found = read_back(path)
     if found != written:
         raise CheckpointError(
@@ -221,7 +232,7 @@ def _check_read_back(path: Path, written: str) -> None:
 
 
 def _write_beside(path: Path, content: bytes) -> WrittenFile:
-    """Write a file next to the pieces and return its manifest entry."""
+    """Write and verify a file next to the pieces; return its name, size and hash."""
     write_synced(path, content)
     digest = xxhash.xxh3_128_hexdigest(content)
     _check_read_back(path, digest)
@@ -240,12 +251,13 @@ def _manifest(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any
         "training": dict(contents.training),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
+    # Last, because the hash covers all keys above.
     manifest["hash"] = canonical_hash(manifest)
     return manifest
 
 
 def _tensor_table(contents: Contents, files: Sequence[WrittenFile]) -> dict[str, Any]:
-    """Return every tensor's shape and, for each of its roles, the pieces that hold it."""
+    """Return each tensor's shape and, per role, the pieces that hold it."""
     table: dict[str, Any] = {}
     for name, shape in contents.shapes.items():
         table[name] = {"shape": list(shape), "roles": {role: [] for role in contents.roles[name]}}
@@ -256,10 +268,11 @@ def _tensor_table(contents: Contents, files: Sequence[WrittenFile]) -> dict[str,
 
 
 def explained(error: OSError | CheckpointError, target: Path) -> CheckpointError:
-    """Return the error for the user, with advice; a CheckpointError is returned unchanged."""
+    """Return the error for the user, with a hint; a CheckpointError is returned unchanged."""
     if isinstance(error, CheckpointError):
         return error
     run_folder = target.parent.parent
+    # A removed run folder also shows as a write error, but needs another remedy.
     if not run_folder.is_dir():
         return CheckpointError(
             f"{run_folder} is gone: somebody has removed or renamed the run's folder, and its checkpoints with it.\n"

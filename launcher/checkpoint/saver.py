@@ -1,8 +1,8 @@
-"""``Saver``: a run's checkpoints, written by a thread while training continues.
+"""``Saver`` writes a run's checkpoints in a thread while training continues.
 
-Training waits only for a copy of the state that its rank owns. A thread on each rank writes the copy and reads it back.
-At the end of a later step, once all ranks have written, they notify rank 0, whose thread writes the manifest and
-renames the folder. All collectives are called by the main thread between two steps.
+Training waits only while each rank copies the state it owns. A thread on each rank writes the copy and reads it back.
+At the end of a later step, once all ranks have written, rank 0's thread writes the manifest and renames the folder. All
+collectives are called by the main thread, between two steps.
 """
 
 from __future__ import annotations
@@ -53,27 +53,28 @@ log = logging.getLogger(__name__)
 
 KEEP_ALL = Retention(last=0)
 _NICENESS = 10
-"""Of the threads that write: where cores are short, training comes first."""
+"""Niceness of writer threads: training comes first if cores are scarce."""
 
 
 @dataclass
 class _Save:
-    """Save under way."""
+    """Save in progress."""
 
     target: Path
     contents: Contents
     loss: float | None
-    """Of the step, to compare later ones with."""
+    """The saved step's loss, compared with later ones."""
     copy_seconds: float | None
-    """How long training waited for a copy; None where it waits for all of it."""
+    """Time that training waited for the copy; None if it waits for the full save."""
     work: Future[Any] | None
-    """What this rank's thread does: first it writes its file, then rank 0's commits. None: others are at work."""
+    """Task in this rank's thread: first writing its file, then, on rank 0, the commit. None on other ranks meanwhile.
+    """
     is_committing: bool = False
     proof: Proof | None = None
     began: float = field(default_factory=time.perf_counter)
 
     def see(self, proof: Proof) -> None:
-        """Use a loss as the proof if it is the first one in range."""
+        """Take a loss as the proof if it is the first one in range."""
         if self.proof is None and self.loss is not None and is_in_range(proof.loss, self.loss):
             self.proof = proof
 
@@ -85,8 +86,14 @@ class _Save:
         return f"{line}."
 
 
+# A save has three stages: copy the state to host memory (training waits), write and read back each rank's file (in a
+# thread), commit (in rank 0's thread). Splitting snapshot and persist follows CheckFreq (Mohan et al., FAST 2021).
+#
+# Invariants: the commit starts only after all ranks have written, so the manifest lists complete files alone; stages
+# change only in collectives between steps, so every rank sees the same stage, and an error on one rank is raised on
+# all.
 class Saver:
-    """Writer of a run's checkpoints, one save at a time. All ranks must call the same methods in the same order."""
+    """Checkpoint writer for a run, one save at a time. All ranks must call the same methods in the same order."""
 
     def __init__(
         self,
@@ -102,17 +109,20 @@ class Saver:
         mirror: Mirror | None = None,
         records: Sequence[Path] = (),
     ) -> None:
-        """Prepare to save. ``copies`` lets training go on during a save if this machine, with ``ranks_here`` ranks, has
-        memory for them. Rank 0's ``mirror`` sends checkpoints to a store. ``records`` are synced before each commit."""
+        """Prepare to save. With ``copies``, training continues during a save if this machine, with ``ranks_here``
+        ranks, has enough memory. Rank 0's ``mirror`` sends checkpoints to a store. ``records`` are synced before each
+        commit.
+        """
         self._folder, self._engine, self._records = run_folder, engine, records
         same = {"model": model, "shapes": engine.shapes, "roles": engine.roles, "dtype": engine.dtype}
         self._contents = partial(Contents, **same, tokenizer_files=tokenizer_files, carried=carried)
+        # A single thread: the write of a copy, the commit and removals run in order and never overlap.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver", initializer=_let_training_go_first)
         self._copies = Copies(engine, self._thread, wanted=copies, ranks_here=ranks_here)
         self.kept = Kept(run_folder, retention, self._thread, mirror)
         self._save: _Save | None = None
         self.seconds = 0.0
-        """What the last save took from its beginning to its commit; 0 before the first one."""
+        """Time from the last save's start to its commit; 0 before the first save."""
 
     def save(
         self,
@@ -123,32 +133,32 @@ class Saver:
         wait: bool = False,
         sums: Sequence[Sum] = (),
     ) -> None:
-        """Begin to save the state after ``step`` optimiser steps; ``loss`` is that step's loss. Collective.
+        """Start saving the state after ``step`` optimizer steps; ``loss`` is that step's loss. Collective.
 
-        ``sums``, if given, are those of this rank's values, and only values that match them are committed. An earlier
+        ``sums``, if given, are checksums over this rank's values, and only matching values are committed. An earlier
         save is finished first. With ``wait``, or without memory for a copy, this one is finished too. Raise
-        CheckpointError on every rank if any of them cannot write, here or in a later call; older checkpoints stay.
+        CheckpointError on every rank if any of them cannot write, now or in a later call; older checkpoints stay.
         """
         self._settle()
         began, target, pieces = time.perf_counter(), folder_of(self._folder, step), self._engine.owned_pieces()
         copy = self._begin(target, wait)
         with closing(self._engine.owned_ranges()) as ranges:
             work = _write(hidden_folder(target), pieces, (one.values for one in ranges), sums, copy, self._thread)
-        # Time of the copy alone: training does not wait for the rest.
+        # Only the copy's time: training does not wait for the rest.
         copy_seconds = None if copy is None else time.perf_counter() - began
         self._save = _Save(target, self._contents(step=step, training=training), loss, copy_seconds, work, began=began)
-        # The saved weights have been validated.
+        # The validation ran on exactly the saved weights, so its loss proves them at once.
         if training.get(VALIDATION_LOSS) is not None:
             self._save.see(Proof("validation", step, training[VALIDATION_LOSS]))
         if copy is None:
             self._settle()
 
     def after_step(self, step: int, loss: float) -> None:
-        """Advance a save under way as far as all ranks have come, after a step with this loss. Collective.
+        """Advance the save in progress as far as all ranks have come, after a step with this loss. Collective.
 
         Raise CheckpointError on every rank if any of them could not write.
         """
-        # Not before the first step, which must get its own memory first.
+        # Not before the first step, which must allocate its own memory first.
         self._copies.reserve()
         proof = Proof("step", step, loss)
         self.kept.see(proof)
@@ -157,12 +167,12 @@ class Saver:
         self._poll()
 
     def finish(self) -> None:
-        """Wait until a save under way is committed and old ones are removed. Collective; raises like ``after_step``."""
+        """Finish the save in progress and the removal of old ones. Collective; raises like ``after_step``."""
         self._settle()
         self.kept.wait()
 
     def _settle(self) -> None:
-        """Wait until a save under way is committed."""
+        """Wait until the save in progress is committed. Collective."""
         while self._save is not None:
             work = self._save.work
             if work is not None and not work.done():
@@ -173,7 +183,7 @@ class Saver:
             self._poll()
 
     def _begin(self, target: Path, waits: bool) -> HostCopy | None:
-        """Create the hidden folder and agree on copying: None if the ranks write at once instead. Collective."""
+        """Create the hidden folder and agree on copying; None means that the ranks write without a copy. Collective."""
         problem = None
         copy = None if waits else self._copies.get()
         if own_rank() == 0:
@@ -194,7 +204,7 @@ class Saver:
         return None
 
     def _poll(self) -> None:
-        """Move the save under way to its next stage if no rank is still working on it. Collective."""
+        """Advance the save if all ranks have finished their stage, or if one has failed. Collective."""
         if (save := self._save) is None:
             return
         is_done = save.work is None or save.work.done()
@@ -215,7 +225,7 @@ class Saver:
             agree_or_raise(problem)
         except CheckpointError:
             self._save = None
-            # No rank is still writing.
+            # Each rank has waited for its own write above, so the folder is no longer in use.
             if own_rank() == 0:
                 shutil.rmtree(hidden_folder(save.target), ignore_errors=True)
             raise
@@ -229,23 +239,23 @@ class Saver:
             save.work = self._thread.submit(commit, save.target, files, save.contents, self._records)
 
     def _tell(self, save: _Save, manifest_hash: str | None) -> None:
-        """Log a committed checkpoint; rank 0 proves it if possible and prunes older ones."""
+        """Log a committed checkpoint. On rank 0, prove it if possible and prune older ones."""
         self.seconds = time.perf_counter() - save.began
         log.info("%s", save.told())
-        # Rank 0 only: the others have no part in a commit.
+        # Rank 0 only: other ranks take no part in a commit.
         if manifest_hash is not None:
             self.kept.add(save.target, manifest_hash, save.loss, save.proof)
 
 
 class Kept:
-    """Committed checkpoints of a run. Proves the newest one and prunes older ones in rank 0's thread."""
+    """A run's committed checkpoints. Proves the newest one and prunes older ones in rank 0's thread."""
 
     def __init__(
         self, run_folder: Path, retention: Retention, thread: ThreadPoolExecutor, mirror: Mirror | None
     ) -> None:
         self._folder, self._retention, self._thread, self._mirror = run_folder, retention, thread, mirror
         self._unproved: tuple[Path, str, float | None] | None = None
-        """The newest checkpoint as long as nothing proves it, with its manifest's hash and its step's loss."""
+        """The newest checkpoint until it is proved, with its manifest's hash and its step's loss."""
         self._chores: list[Future[None]] = []
 
     def add(self, target: Path, manifest_hash: str, loss: float | None, proof: Proof | None) -> None:
@@ -269,19 +279,19 @@ class Kept:
             self._prove(target, manifest_hash, proof)
 
     def begin(self) -> None:
-        """Start sending checkpoints to the run's store, if any, once the folder's history ends at the run's step."""
+        """Start sending checkpoints to the run's store, if any. Call this after newer checkpoints were set aside."""
         if self._mirror is not None:
             self._mirror.start()
 
     def leave(self, seconds: float = threading.TIMEOUT_MAX) -> bool:
         """Wait up to ``seconds`` until all is sent. Call this after the last commit.
 
-        Return whether the newest checkpoint is in the run's store; True without a store.
+        Return True if the newest checkpoint is in the run's store, or if the run has no store.
         """
         if self._mirror is None:
             return True
         is_sent = self._mirror.finish(seconds)
-        # Checkpoints that were held only for sending.
+        # Some checkpoints were held only for sending.
         self._prune()
         return is_sent
 
@@ -291,14 +301,14 @@ class Kept:
         self._chores.clear()
 
     def _prove(self, target: Path, manifest_hash: str, proof: Proof) -> None:
-        """Write the proof of a checkpoint, and prune older ones that were kept until then."""
+        """Write a checkpoint's proof, then prune older ones that were kept until now."""
         self._unproved = None
 
         def write() -> None:
             try:
                 write_proof(target, manifest_hash, proof)
             except CheckpointError as error:
-                # The checkpoint is intact all the same.
+                # The checkpoint itself is intact.
                 log.warning("%s could not be marked as proved: %s", target, error)
             else:
                 if self._mirror is not None:
@@ -325,8 +335,9 @@ def run_saver(
     step: int,
     ranks_here: int,
 ) -> Saver:
-    """Build the saver of a run at ``step`` from its config."""
+    """Build the saver for a run at ``step`` from its config."""
     folder, retention, mirror = Path(config.run.output_dir), Retention.of(config.checkpoint), None
+    # Rank 0 alone commits checkpoints, so it alone sends them.
     if config.checkpoint.store and own_rank() == 0:
         mirror = Mirror(folder, store_at(config.checkpoint.store), retention, step=step)
     return Saver(
@@ -351,12 +362,12 @@ def _write(
     copy: HostCopy | None,
     thread: ThreadPoolExecutor,
 ) -> Future[WrittenFile]:
-    """Write this rank's file: a copy in the ``thread``, or the values at once without a copy."""
+    """Write this rank's file: from a copy in the ``thread``, or immediately without a copy."""
     rank = own_rank()
     if copy is not None:
         return thread.submit(_write_copy, partial, rank, pieces, copy.fill(pieces, values), sums)
     # Not in the thread: ZeRO's state must be read by the training thread. A disk error is kept until all ranks have
-    # tried: a rank that raised here would leave the others in the next collective.
+    # tried, because a rank that raised here would leave the others in the next collective.
     done: Future[WrittenFile] = Future()
     try:
         done.set_result(write_rank_file(partial, rank, pieces, values, sums))
@@ -368,15 +379,15 @@ def _write(
 def _write_copy(
     folder: Path, rank: int, pieces: Sequence[Piece], values: Iterable[Tensor], sums: Sequence[Sum]
 ) -> WrittenFile:
-    """Call ``write_rank_file`` in the thread, then trim the heap so that many saves do not leave gaps in it."""
+    """Call ``write_rank_file`` in the thread, then trim the heap so that many saves leave no gaps in it."""
     try:
         return write_rank_file(folder, rank, pieces, values, sums)
     finally:
-        # Runs while a step is computed: memory in use stays, only gaps are returned.
+        # Runs during a training step: memory in use stays, only gaps are returned.
         trim_heap()
 
 
 def _let_training_go_first() -> None:
-    """Lower the priority of this thread, if the system has a priority per thread."""
+    """Lower this thread's priority, if the system has priorities per thread."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

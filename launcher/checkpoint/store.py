@@ -1,6 +1,6 @@
-"""Checkpoints of a run in an object store, named as in its folder, below ``checkpoints/step_NNNNNN``.
+"""A run's checkpoints in an object store, named as in its folder: ``checkpoints/step_NNNNNN``.
 
-A store cannot rename. The manifest, written last and removed first, therefore makes objects a checkpoint. Every file is
+A store cannot rename, so the manifest, written last and removed first, turns objects into a checkpoint. Every file is
 hashed while it is sent, and read back before the manifest is written.
 """
 
@@ -30,18 +30,18 @@ _MOST_MANIFEST_BYTES, _MOST_PROOF_BYTES = 1 << 30, 1 << 14
 _OBJECT = re.compile(r"step_(\d{6,})/([^/]+)")
 _ADDRESS = re.compile(rf"(.+)/{CHECKPOINTS}/step_(\d{{6,}})")
 Seen = Callable[[int], None]
-"""Called with the number of bytes that have gone by; what it raises ends the transfer."""
+"""Called with the bytes transferred since the last call; an exception cancels the transfer."""
 
 
 def nobody(count: int) -> None:
-    """Ignore the progress of a transfer."""
+    """Ignore transfer progress."""
 
 
 class StoredCheckpoint:
-    """Objects of one step in a store: a checkpoint if they include a manifest."""
+    """One step's objects in a store: a checkpoint if they include a manifest."""
 
     def __init__(self, place: ObjectPath, sizes: dict[str, int]) -> None:
-        """Wrap the objects below ``place``; ``sizes`` are their bytes by name."""
+        """Wrap the objects below ``place``; ``sizes`` maps their names to bytes."""
         self.place, self.sizes = place, sizes
 
     @property
@@ -51,13 +51,13 @@ class StoredCheckpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes of its objects."""
+        """Total size over all objects."""
         return sum(self.sizes.values())
 
     def manifest(self) -> dict[str, Any]:
         """Return the checked manifest. Raise CheckpointError if it is damaged or invalid."""
         path = self.place / MANIFEST
-        # Bounded by the size of the files it describes, as on a disk.
+        # As on disk, the files that a manifest describes limit its own size: a forged one cannot exhaust memory.
         beside = sum(size for name, size in self.sizes.items() if name.endswith(".safetensors"))
         size = self.sizes.get(MANIFEST, 0)
         if size > min((16 << 20) + 2 * beside, _MOST_MANIFEST_BYTES):
@@ -69,13 +69,13 @@ class StoredCheckpoint:
         return check_manifest(content, path)
 
     def proof(self) -> dict[str, Any] | None:
-        """Return its proof, or None if there is none. Raise CheckpointError if the proof is damaged."""
+        """Return the proof, or None if it is missing. Raise CheckpointError if it is damaged."""
         if PROVED not in self.sizes:
             return None
         return parse_proof(self.read(PROVED, _MOST_PROOF_BYTES))
 
     def candidate(self, step: int) -> Candidate:
-        """Return its candidate for retention; one that cannot be read has no loss and is not proved."""
+        """Return its candidate for retention; an unreadable one has no loss and is not proved."""
         folder = folder_of(Path(), step)
         try:
             manifest, proof = self.manifest(), self.proof()
@@ -85,7 +85,7 @@ class StoredCheckpoint:
         return Candidate.judged(folder, step, manifest["training"], is_proved=is_proved)
 
     def verify(self, *, seen: Seen = nobody) -> list[str]:
-        """Read all objects and return the problems found; empty if every hash is right."""
+        """Read all objects and return the problems; empty if every hash matches."""
         try:
             manifest = self.manifest()
             check_model(manifest, str(self.place))
@@ -101,17 +101,18 @@ class StoredCheckpoint:
                 self.check(name, entry, seen)
             except CheckpointError as error:
                 problems.append(str(error))
+        # No hash covers an unlisted object, so it is reported too.
         known = {MANIFEST, PROVED, *manifest["files"]}
         return problems + [f"{name} is not in the manifest: remove it" for name in sorted(self.sizes.keys() - known)]
 
     def receive(self, name: str, entry: dict[str, Any], to: Path, seen: Seen = nobody) -> None:
-        """Write an object's bytes into a file. Raise CheckpointError unless they match the manifest's entry."""
+        """Download an object into a file. Raise CheckpointError unless it matches the manifest's entry."""
         with to.open("wb") as file:
             self.check(name, entry, seen, file.write)
         sync_path(to)
 
     def discard(self) -> None:
-        """Remove the manifest, so that it is no longer a checkpoint; ``remove`` deletes the other objects."""
+        """Remove the manifest, so that the objects are no checkpoint any more; ``remove`` deletes them too."""
         remove(self.place / MANIFEST)
 
     def remove(self) -> None:
@@ -139,7 +140,7 @@ class StoredCheckpoint:
         place, digest, size = self.place / name, xxhash.xxh3_128(), 0
         try:
             with open_object(place) as content:
-                # One byte more detects an object that is too long, without reading all of it.
+                # One extra byte detects an object that is too long, without reading all of it.
                 while block := content.read(min(_READ_BYTES, entry["bytes"] + 1 - size)):
                     size += len(block)
                     if size > entry["bytes"]:
@@ -159,13 +160,13 @@ class Store:
     def __init__(self, place: ObjectPath) -> None:
         self.place = place
         self._sent: dict[str, set[str]] = {}
-        """By hash of the manifest: names that are there and were read back, for a sending that goes on."""
+        """Verified file names per manifest hash, so that an interrupted send can continue."""
 
     def __str__(self) -> str:
         return str(self.place)
 
     def steps(self) -> dict[int, StoredCheckpoint]:
-        """Return all steps that have an object there, including unfinished ones, oldest first."""
+        """Return all steps with objects in the store, including unfinished ones, oldest first."""
         found: dict[int, dict[str, int]] = {}
         for name, size in list_objects(self.place / CHECKPOINTS).items():
             if match := _OBJECT.fullmatch(name):
@@ -173,21 +174,24 @@ class Store:
         return {step: self._stored(step, found[step]) for step in sorted(found)}
 
     def committed(self) -> dict[int, StoredCheckpoint]:
-        """Return the checkpoints there by step, oldest first."""
+        """Return the committed checkpoints by step, oldest first."""
         return {step: stored for step, stored in self.steps().items() if stored.is_committed}
 
     def of_step(self, step: int) -> StoredCheckpoint:
-        """Return the stored objects of a step, which may be none."""
+        """Return a step's objects; empty if the store has no such step."""
         return self.steps().get(step, self._stored(step, {}))
 
+    # Commit without a rename: object stores have no atomic rename for a prefix, but write single objects atomically.
+    # Invariant: if a manifest is visible, all files that it lists are complete and were read back. It is therefore
+    # written last, and ``discard`` removes it before any other object changes.
     def send(self, folder: Path, *, seen: Seen = nobody) -> None:
         """Copy a committed checkpoint to the store, the manifest last; skip it if it is already there.
 
         Raise CheckpointError if a local file is damaged or missing; the checkpoint is then not committed in the store.
-        After a failure, another call continues where the previous one stopped.
+        After a failure, another call continues with the files not yet verified.
         """
         reader = CheckpointReader(folder)
-        # By its folder's name: the manifest of an imported checkpoint says step 0 in any run.
+        # From the folder's name: an imported checkpoint's manifest has step 0 in any run.
         text, there = (folder / MANIFEST).read_bytes(), self.of_step(step_of(folder))
         if there.is_committed:
             if there.read(MANIFEST) == text:
@@ -202,7 +206,7 @@ class Store:
             try:
                 there.check(name, entry, seen)
             except CheckpointError as error:
-                # The local file is right, so another attempt may help.
+                # The local file is intact, so another attempt may help.
                 raise DataError(f"{error} It was sent a moment ago.") from error
             done.add(name)
         # From here on it is a checkpoint: readers ignore objects without a manifest.
@@ -210,13 +214,13 @@ class Store:
         del self._sent[reader.manifest["hash"]]
 
     def prove(self, folder: Path) -> None:
-        """Copy the proof of a checkpoint to the store, if the checkpoint is there."""
+        """Copy a checkpoint's proof to the store, if the checkpoint is there."""
         stored = self.of_step(step_of(folder))
         if stored.is_committed:
             write_object(stored.place / PROVED, (folder / PROVED).read_bytes())
 
     def fetch(self, step: int, run_folder: Path, *, seen: Seen = nobody) -> Path:
-        """Copy a checkpoint into the run's folder, replacing one of the same step, and return its folder.
+        """Copy a checkpoint into the run's folder, replacing one with the same step, and return its folder.
 
         Raise CheckpointError if a stored file is damaged or missing; the run's folder is then unchanged.
         """
@@ -247,7 +251,7 @@ class Store:
 
 
 def _send_file(path: Path, entry: dict[str, Any], to: ObjectPath, seen: Seen) -> None:
-    """Write a checkpoint file to a store, hashing it on the way so that no damage travels under a right name.
+    """Upload a checkpoint file, hashing it on the way so that damaged bytes never pass for the file.
 
     Raise CheckpointError if the file is missing or does not match the manifest's entry.
     """
@@ -290,7 +294,7 @@ def check_unused(store: Store) -> None:
 
 
 def find_address(address: str) -> tuple[Store, int | None]:
-    """Return the run at an address, and the step if the address names one checkpoint."""
+    """Return the run's store at an address, and the step if the address names a single checkpoint."""
     match = _ADDRESS.fullmatch(address.rstrip("/"))
     if match is None:
         return Store(store_place(address, "the address")), None
@@ -298,7 +302,7 @@ def find_address(address: str) -> tuple[Store, int | None]:
 
 
 def find_run(address: str) -> Store:
-    """Return the run at an address. Raise CheckpointError if the address names one checkpoint."""
+    """Return the run's store at an address. Raise CheckpointError if the address names a single checkpoint."""
     store, step = find_address(address)
     if step is not None:
         raise CheckpointError(f"{address} is a checkpoint, not a run. Give {store}, which has checkpoints/ in it.")

@@ -1,4 +1,4 @@
-"""Tokenizer of a checkpoint, compared with that of the data: ids must mean the same text in both."""
+"""Compare a checkpoint's tokenizer with the data's: token ids must mean the same text in both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
     """Raise DataError unless a checkpoint's tokenizer gives the shards' ids; pass if the checkpoint has no tokenizer.
 
-    A checkpoint may hold its tokenizer in two forms, and the data may have been built with either.
+    A checkpoint may contain its tokenizer in two forms, and the data may have been built with either.
     """
     if not has_tokenizer(checkpoint) or same_files(checkpoint, data.folder):
         return
@@ -45,7 +45,7 @@ def check_same_tokenizer(checkpoint: Path, data: ShardSet) -> None:
 
 
 def check_named_tokenizer(tokenizer: Tokenizer, data: ShardSet) -> None:
-    """Raise DataError unless the data was built with this tokenizer, named by the user for a folder without one."""
+    """Raise DataError unless the data was built with this tokenizer, which the user named for a folder without one."""
     if tokenizer.fingerprint != data.manifest.tokenizer:
         raise DataError(
             f"{data.folder} was built with another tokenizer than {tokenizer.path}: ids would mean other text.\n"
@@ -54,8 +54,8 @@ def check_named_tokenizer(tokenizer: Tokenizer, data: ShardSet) -> None:
 
 
 def _check_whole(checkpoint: Path) -> None:
-    """Raise CheckpointError if the tokenizer files of a checkpoint differ from those it was written with."""
-    # Otherwise a flipped bit would look like another tokenizer, and the advice would be to build the data again.
+    """Raise CheckpointError if a checkpoint's tokenizer files differ from those it was written with."""
+    # Otherwise a flipped bit would look like another tokenizer, and the hint would be to rebuild the data.
     if not (checkpoint / MANIFEST).is_file():
         return
     reader = CheckpointReader(checkpoint)
@@ -81,9 +81,10 @@ def check_same_data(data: ShardSet, validation: ShardSet) -> None:
 
 
 def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the data's tokenizer files for a run that resumes from a checkpoint without a tokenizer, and log this.
+    """Return the data's tokenizer files, to resume from a checkpoint without a tokenizer, and log a warning.
 
-    The checkpoint's generation_config.json is included, unless its begin or end ids differ from the tokenizer's.
+    The checkpoint's generation_config.json is included, unless it is unreadable or its begin or end ids differ from the
+    tokenizer's.
     """
     log.warning(
         "%s has no tokenizer that longctx reads: there is nothing to compare with. The ids of %s must be the model's.",
@@ -97,6 +98,7 @@ def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]
     if settings is None:
         return tokenizer.files
     files = tokenizer.files | {GENERATION_CONFIG: settings}
+    # generation_config.json may change begin and end ids, which are part of the tokenizer's identity.
     if not _is_same_tokenizer(files, tokenizer):
         log.warning(
             "Left out of this run's checkpoints: %s, whose begin or end ids are others than those of the data's "
@@ -108,7 +110,7 @@ def uncompared_files(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, bytes]
 
 
 def _is_same_tokenizer(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bool:
-    """Return whether these files give the same tokenizer; a run that saved another one could not be resumed."""
+    """Return True if these files give the same tokenizer; a run that saved another one could not be resumed."""
     try:
         return load_files(files, tokenizer.path).fingerprint == tokenizer.fingerprint
     except DataError:
@@ -117,13 +119,13 @@ def _is_same_tokenizer(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bool
 
 
 def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
-    """Return the chosen tokenizer, or else the checkpoint's own. Raise CheckpointError if there is neither.
+    """Return the chosen tokenizer, or the checkpoint's own by default.
 
-    Raise ConfigError if the checkpoint has a tokenizer and the chosen one differs from it.
+    Raise CheckpointError if both are missing. Raise ConfigError if the chosen one differs from the checkpoint's.
     """
     if chosen is not None:
         tokenizer = load_tokenizer(chosen)
-        # With another tokenizer the model's ids would decode to wrong text.
+        # With another tokenizer, the model's ids would decode to wrong text.
         if has_tokenizer(folder) and tokenizer.fingerprint not in fingerprints(folder).values():
             raise ConfigError(
                 f"--tokenizer {chosen} is another tokenizer than {folder} has: ids would mean other text.\n"
@@ -138,5 +140,5 @@ def tokenizer_of(folder: Path, chosen: Path | None) -> Tokenizer:
 
 
 def known_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes ids, skipping those beyond the tokenizer's vocabulary: a model's may be padded."""
+    """Return a decoder that skips ids beyond the tokenizer's vocabulary: the model's vocabulary may be padded."""
     return lambda ids: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])

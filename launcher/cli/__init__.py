@@ -1,4 +1,4 @@
-"""The command ``longctx VERB``."""
+"""CLI for ``longctx VERB``."""
 
 from launcher.cli.verbs import main
 

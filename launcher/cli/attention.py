@@ -26,26 +26,27 @@ def attention(
     positions: bool = False,
     tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None,
 ) -> None:
-    """Draw what a head of a layer attends to, or what positions add to tokens.
+    """Draw one head's attention in one layer, or the effect of positions on tokens.
 
-    A picture shows the share of each block of keys in the attention of each block of queries, and what the mask
-    forbids; its CSV stands beside it. A text of 512 tokens or fewer also gets a page on which each token shows what it
-    attends to. The model runs on the CPU.
+    A picture shows each key block's share in each query block's attention, and the masked area; a CSV file with the
+    numbers is written next to it. A text with at most 512 tokens also gets a page that shows, for each token, the
+    tokens it attends to. The model runs on the CPU.
 
     Args:
         checkpoint: Checkpoint, run folder (its newest checkpoint), or Hugging Face folder.
-        text: UTF-8 file, one document; or a folder of text or shards, whose documents are packed into one row.
-        layer: Counted from 0.
-        head: Query head, counted from 0.
+        text: UTF-8 file, read as one document; or a folder with text or shards, packed into one row.
+        layer: Layer index, from 0.
+        head: Query head index, from 0.
         output: Folder for the files.
-        length: Tokens of the row; the whole file unless given. With --positions so many; 512 unless given. Not with
-            --cross.
-        blocks: Blocks on a side of the picture, at most.
-        cross: Draw cross attention of a model with an encoder, which reads the text: target against source.
-        target: With --cross the text that is written of it; what the model writes unless given.
-        positions: Draw what the model adds to its tokens for their positions, which needs no text, layer or head.
-        tokenizer: For a folder that has none of its own: SentencePiece model, tokenizer.json, or a folder with one.
+        length: Row length in tokens; default: the full file. With --positions, positions to draw; default: 512. Not
+            with --cross.
+        blocks: Maximum blocks per side of the picture.
+        cross: Draw cross attention in a model with an encoder, which reads the text: target against source.
+        target: With --cross, a file with the target text; default: the model's own output.
+        positions: Draw the vectors that the model adds to tokens for their positions; needs no text, layer or head.
+        tokenizer: For a folder without its own: SentencePiece model, tokenizer.json, or a folder with one.
     """
+    # An option that the chosen picture does not depend on is rejected, so that no user misreads the result.
     if positions:
         asked = {"--text": text, "--layer": layer, "--head": head, "--cross": cross or None, "--target": target}
         _refuse("--positions draws no attention", asked | {"--blocks": blocks, "--tokenizer": tokenizer})
@@ -69,6 +70,7 @@ def attention(
         raise ConfigError("--target is what is written of a source: it needs --cross.")
     from launcher.evaluation.attention import AttentionOptions, draw_attention
 
+    # Applied late: None shows that --blocks was left out, which the other pictures require.
     if blocks is None:
         blocks = AttentionOptions.blocks
     options = AttentionOptions(
@@ -88,7 +90,7 @@ def attention(
 
 
 def _draw_cross(*, text: Path, **options: Any) -> None:
-    """Draw cross attention; the options are those of ``CrossOptions``."""
+    """Draw cross attention; the options are the fields of ``CrossOptions``."""
     from launcher.evaluation.cross_attention import CrossOptions, draw_cross_attention
 
     asked = CrossOptions(text=text, **options)
@@ -99,14 +101,13 @@ def _draw_cross(*, text: Path, **options: Any) -> None:
 
 
 def _refuse(why: str, options: Mapping[str, object]) -> None:
-    """Raise ConfigError if any of the options is given; options that are not given are None."""
+    """Raise ConfigError if any of the options is set."""
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise ConfigError(f"{why}: leave out {' and '.join(given)}.")
 
 
 def _draw_positions(checkpoint: Path, output: Path, length: int | None) -> None:
-    """Draw the position embeddings."""
     from launcher.evaluation.position_figures import PositionOptions, draw_positions
 
     for path in draw_positions(PositionOptions(checkpoint=checkpoint, output=output, length=length)):

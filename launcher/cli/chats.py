@@ -23,25 +23,26 @@ _PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 @dataclass(frozen=True, kw_only=True)
 class Chats:
-    """Rendering of conversations as tokens, and the tokens that count in the loss."""
+    """How conversations become tokens, and which tokens count in the loss."""
 
     chat_template: Annotated[Path | None, arg(metavar="FILE")] = None
-    """Jinja file that renders conversations, in place of the tokenizer's own chat template."""
+    """Jinja file that renders conversations, instead of the tokenizer's chat template."""
     chat_option: Annotated[Several, arg(metavar="NAME=VALUE [NAME=VALUE ...]")] = field(default_factory=list)
-    """Variables of the chat template, e.g. enable_thinking=false."""
+    """Variables for the chat template, e.g. enable_thinking=false."""
     chat_date: str = ""
-    """Date that a template writes, as 2026-11-27; today unless given."""
+    """Date that a template prints, such as 2026-11-27; default: today."""
     train_on: Literal["replies", "last", "all", "each"] = "replies"
-    """Tokens that count: of all replies, the last one, or all; each: a document for each reply and what precedes it."""
+    """Tokens that count: all replies, the last reply, or all tokens; each: one document per reply, with the text before
+    it."""
     max_tokens: int | None = None
-    """Most tokens of a conversation; any number unless given."""
+    """Maximum tokens per conversation; default: no limit."""
     too_long: Literal["drop", "keep-begin", "split-turns"] = "drop"
-    """What becomes of a longer one: left out, cut behind --max-tokens, or split between replies and questions."""
+    """Treatment of longer conversations: left out, cut after --max-tokens, or split between replies and questions."""
     most_left_out: float = 0.1
-    """Share of the conversations that may be left out because they cannot be trained on; more end the build."""
+    """Share of conversations that may be left out as unusable for training; a higher share ends the build."""
 
     def rule(self) -> ChatRule | None:
-        """Return the rule set by the options; None if no option is given. Raise ConfigError for an invalid value."""
+        """Build the rule from the options; None if all have their defaults. Raise ConfigError for an invalid value."""
         from longctx.chat.rule import ChatRule
         from longctx.chat.template import MOST_CHARACTERS
 
@@ -53,6 +54,7 @@ class Chats:
             raise ConfigError(f"--max-tokens {self.max_tokens} must be at least 2.")
         if not 0 <= self.most_left_out <= 1:
             raise ConfigError(f"--most-left-out {self.most_left_out} must be from 0 to 1.")
+        # The rule stores the template's text, so the built data does not depend on the file.
         template = None
         if self.chat_template is not None:
             try:
@@ -82,18 +84,20 @@ def _date(given: str) -> str:
 
 
 def _variables(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return variables by name; a value is parsed as JSON, or kept as text if it is not JSON."""
+    """Parse NAME=VALUE pairs; a value is parsed as JSON, or kept as text if it is not JSON."""
     from longctx.chat.template import OWN_VARIABLES
 
     found: dict[str, Any] = {}
     for pair in pairs:
         name, mark, value = pair.partition("=")
+        # The capitalized form rejects true, false and none, which Jinja reads as constants.
         if not mark or not name.isidentifier() or keyword.iskeyword(name.capitalize()) or keyword.iskeyword(name):
             raise ConfigError(f"--chat-option {pair} is no NAME=VALUE, such as enable_thinking=false.")
         if name in OWN_VARIABLES:
             raise ConfigError(f"--chat-option {pair}: {name} is what each conversation gives. Leave it out.")
         if name in found:
             raise ConfigError(f"--chat-option {pair}: {name} is given twice.")
+        # Python's True and None are no JSON: kept as text, they would be true in a template.
         if value in _PYTHONS:
             raise ConfigError(f"--chat-option {pair}: values are JSON's. Write {name}={_PYTHONS[value]}.")
         found[name] = _value(value)
@@ -101,7 +105,7 @@ def _variables(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return the value of a JSON text, or the text itself if it is not JSON."""
+    """Parse a JSON text, or return the text itself if it is not JSON."""
 
     def no_number(spelt: str) -> float:
         raise ConfigError(f"--chat-option: JSON has no {spelt}. Write a number, or a text in quotes.")

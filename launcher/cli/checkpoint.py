@@ -28,13 +28,13 @@ _COLUMNS = ("step", "size", "age", "health", "stays", "ranks", "dtype", "folder"
 def list_checkpoints(
     run: Annotated[Positional[str], arg(metavar="RUN")], *, check: bool = False, json: Json = False
 ) -> int:
-    """List the committed checkpoints of a run, oldest first: sizes, ages, health, and why each stays.
+    """List a run's committed checkpoints, oldest first: sizes, ages, health, and why each stays.
 
-    Only manifests and the sizes of files are read; `checkpoint verify` reads all and names what is damaged.
+    Reads only manifests and file sizes; `checkpoint verify` reads every byte and names the damage.
 
     Args:
         run: Run folder, or its URL in a store (s3://, gs://).
-        check: Read every byte and compare hashes; the exit code is 1 when a file is damaged.
+        check: Read every byte and compare hashes; the exit code is 1 if a file is damaged.
     """
     from data_pipeline.stores.urls import is_url
     from launcher.checkpoint.health import DAMAGED, staying, staying_there, stored_summaries, summaries
@@ -64,11 +64,11 @@ def list_checkpoints(
 def verify(folder: Annotated[Positional[str], arg(metavar="DIR")], *, json: Json = False) -> int:
     """Read every byte of checkpoints and name every damaged file.
 
-    Sizes, hashes and tensors are compared with the manifest, and a file that it does not list is named. The exit code
-    is 1 when there is any such file.
+    Sizes, hashes and tensors are compared with the manifest, and unlisted files are named. The exit code is 1 if any
+    file is damaged or unlisted.
 
     Args:
-        folder: Checkpoint, or run folder: all of its checkpoints. Or the URL of either (s3://, gs://).
+        folder: Checkpoint, or run folder: all its checkpoints. Or the URL of either (s3://, gs://).
     """
     from data_pipeline.stores.urls import is_url
 
@@ -87,7 +87,7 @@ def verify(folder: Annotated[Positional[str], arg(metavar="DIR")], *, json: Json
             say(f"{row['folder']} is damaged:")
             for problem in row["problems"]:
                 say(indent(problem, "  "))
-        # If none is intact, there is none to continue from.
+        # If all are damaged, there is no checkpoint to continue from.
         if damaged and len(damaged) < len(rows):
             say("Go on from the newest whole one with --run.resume newest-good.")
     if damaged:
@@ -104,22 +104,23 @@ def prune(
     dry_run: bool = False,
     json: Json = False,
 ) -> None:
-    """Remove checkpoints of a run, and what killed saves and resumes have left.
+    """Remove a run's old checkpoints, and leftovers from killed saves and resumes.
 
-    Kept are the newest ones, the newest proved one and, with --keep-every and --keep-best, those of every so many steps
-    and of the lowest held-out loss. Each is renamed before its files go: a removal that is killed leaves nothing that
-    looks whole. Of a run that goes on at the same time, a save under way is left alone.
+    Kept are the newest ones, the newest proved one and, with --keep-every and --keep-best, periodic ones and those with
+    the lowest held-out loss. Each is renamed before its files are deleted, so a killed removal leaves no folder that
+    looks complete. If the run is still active, a save in progress is left alone.
 
     Args:
         run: Run folder, or its URL in a store (s3://, gs://).
         keep_last: Newest checkpoints to keep, at least 1.
-        keep_every: Keep those whose step this number divides, too; 0: none.
-        keep_best: Keep so many with the lowest held-out loss of their own step, too; 0: none.
-        dry_run: Say what would be removed, and remove nothing.
+        keep_every: Also keep steps divisible by this number; 0 disables this.
+        keep_best: Also keep this many with the lowest held-out loss at their own step; 0 disables this.
+        dry_run: Print the removals without doing them.
     """
     from data_pipeline.stores.urls import is_url
     from launcher.checkpoint.retention import Retention
 
+    # At least one newest checkpoint stays, so that the run can be resumed.
     limits = (("--keep-last", keep_last, 1), ("--keep-every", keep_every, 0), ("--keep-best", keep_best, 0))
     for name, value, least in limits:
         if value < least:
@@ -142,7 +143,7 @@ def prune(
 
 
 def _prune(run: Path, retention: Retention, *, dry_run: bool) -> tuple[list[dict[str, Any]], set[int]]:
-    """Remove the checkpoints of a run's folder that are not kept; return them, and the kept steps."""
+    """Remove the checkpoints in a run folder that are not kept; return them, and the kept steps."""
     from launcher.checkpoint.names import leftovers, remove_checkpoint
     from launcher.checkpoint.retention import Candidate
     from longctx.checkpoint_format import CheckpointReader
@@ -163,14 +164,14 @@ def _prune(run: Path, retention: Retention, *, dry_run: bool) -> tuple[list[dict
 def _prune_store(address: str, retention: Retention, *, dry_run: bool) -> tuple[list[dict[str, Any]], set[int]]:
     """Do the same for a run at an address, including unfinished checkpoints.
 
-    The newest unfinished one may be under way and is left alone.
+    The newest unfinished one may still be in progress and is left alone.
     """
     from launcher.checkpoint.store import find_run
 
     steps = find_run(address).steps()
     candidates = [stored.candidate(step) for step, stored in steps.items() if stored.is_committed]
     kept = _kept(candidates, retention, lambda one: steps[one.step].manifest())
-    # The user need not know whether a run is sending to the store at the moment.
+    # A run may be sending to the store right now, which cannot be detected from here.
     newest = max((step for step, stored in steps.items() if not stored.is_committed), default=None)
     removed = []
     for step, stored in steps.items():
@@ -188,7 +189,9 @@ def _prune_store(address: str, retention: Retention, *, dry_run: bool) -> tuple[
 def _kept(
     candidates: Collection[Candidate], retention: Retention, read_manifest: Callable[[Candidate], object]
 ) -> set[int]:
-    """Return the steps to keep. Raise CheckpointError if all readable manifests belong to other steps."""
+    """Return the steps to keep. Raise CheckpointError if only other steps have a readable manifest."""
+    # Retention counts damaged checkpoints like any other. Without this check, pruning could remove the last one that a
+    # run can resume from.
     kept, readable = set(retention.reasons(list(candidates))), []
     for one in candidates:
         try:
@@ -197,7 +200,7 @@ def _kept(
             continue
         readable.append(one.step)
     if readable and not kept & set(readable):
-        # The number of newest checkpoints that include it.
+        # Keeping this many of the newest includes the newest readable one.
         enough = sum(one.step >= readable[-1] for one in candidates)
         raise CheckpointError(
             f"of the checkpoints that would be kept none has a manifest that can be read; step {readable[-1]} has.\n"
@@ -216,7 +219,7 @@ def export(
 
     Args:
         source: Checkpoint, or run folder: its newest checkpoint. Or the URL of either (s3://, gs://).
-        output: Folder to make.
+        output: Folder to create.
         dtype: Dtype of the written weights, even if bits are lost.
     """
     from data_pipeline.stores.urls import is_url
@@ -229,7 +232,7 @@ def export(
 
 
 def _export_stored(address: str, output: Path, dtype: str | None) -> None:
-    """Copy a checkpoint next to ``output`` for the duration of its export."""
+    """Download a checkpoint next to ``output`` for the duration of its export."""
     from launcher.checkpoint.store import find_address
     from launcher.cli.convert import convert
 
@@ -238,7 +241,7 @@ def _export_stored(address: str, output: Path, dtype: str | None) -> None:
         step = max(store.committed(), default=None)
     if step is None:
         raise CheckpointError(f"{store} holds no committed checkpoint to export.")
-    # On the disk that needs space for the export anyway.
+    # Use the disk that needs space for the export anyway.
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as name:
         with _counting(f"copying {store}", store.of_step(step).num_bytes) as seen:
@@ -248,7 +251,7 @@ def _export_stored(address: str, output: Path, dtype: str | None) -> None:
 
 @contextmanager
 def _counting(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress over ``total`` bytes; yield a function to call with the bytes of each further part."""
+    """Show progress over ``total`` bytes; yield a function that takes the byte count of each further part."""
     done = 0
     with progress(label, total=total) as update:
 
@@ -261,7 +264,7 @@ def _counting(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _to_verify(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder. Raise CheckpointError if there are none."""
+    """Return the checkpoints to verify, at least one. Raise CheckpointError otherwise."""
     from longctx.checkpoint_format import MANIFEST
 
     folders = [folder]
@@ -305,7 +308,7 @@ def _described(row: Summary, stay: dict[int, str] | None) -> dict[str, Any]:
 
 
 def _cells(row: Summary, stay: dict[int, str] | None) -> list[str]:
-    """Return a checkpoint as a row of the table, with a dash for unknown values."""
+    """Format a checkpoint as a table row, with a dash for unknown values."""
     size = kept = _UNKNOWN
     if row.num_bytes is not None:
         size = human_bytes(row.num_bytes)
@@ -316,7 +319,7 @@ def _cells(row: Summary, stay: dict[int, str] | None) -> list[str]:
 
 
 def _problems(folder: Path) -> list[str]:
-    """Return all problems of one checkpoint, reading its files one by one."""
+    """Return all problems in one checkpoint, reading its files one by one."""
     from launcher.checkpoint.load import check_training
     from longctx.checkpoint_format import CheckpointReader
     from longctx.conversion.checks import check_tensors
@@ -331,12 +334,13 @@ def _problems(folder: Path) -> list[str]:
     problems = [f"{name} is not in the manifest: remove it" for name in reader.unlisted()]
     problems += reader.proof_problems()
     with _counting(f"reading {folder}", sum(entry["bytes"] for entry in files.values())) as seen:
+        # File by file, so that the progress bar advances.
         for name, entry in files.items():
             problems += reader.verify([name])
             seen(entry["bytes"])
     if not problems:
         try:
-            # Intact files may still contradict the manifest, if their writer was wrong or malicious.
+            # Intact files may still contradict the manifest if their writer was faulty or malicious.
             reader.check_entries()
         except CheckpointError as error:
             problems.append(str(error))
@@ -344,7 +348,7 @@ def _problems(folder: Path) -> list[str]:
 
 
 def _stored_problems(address: str) -> list[dict[str, Any]]:
-    """Return the problems of a checkpoint at an address, or of each of a run's, reading every byte."""
+    """Return the problems of one checkpoint at an address, or of all checkpoints in a run, reading every byte."""
     from launcher.checkpoint.store import find_address
 
     store, step = find_address(address)

@@ -1,4 +1,4 @@
-"""Completion of verbs and options in a shell: ``source <(longctx --completion)``."""
+"""Shell completion for verbs and options: ``source <(longctx --completion)``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ complete -o bashdefault -o default -F _longctx longctx"""
 
 
 def completion_script(flags: Mapping[str, Sequence[str]]) -> str:
-    """Return a script for bash and zsh that completes verbs and their options, by verb."""
+    """Build a bash and zsh script that completes verbs and, per verb, its options."""
     groups: dict[str, list[str]] = {}
     for name in flags:
         first, _, second = name.partition(" ")
@@ -29,7 +29,7 @@ def completion_script(flags: Mapping[str, Sequence[str]]) -> str:
     cases = [('"1 "*', list(groups))]
     cases += [(f'"2 {first} "*', seconds) for first, seconds in groups.items() if seconds]
     for name, offered in flags.items():
-        # Behind a verb of one word stands anything; the third word of others is theirs.
+        # A one-word verb matches with any word after it; a two-word verb must match both words.
         cases.append((f'*" {name}"' if " " in name else f'*" {name} "*', list(offered)))
     return _SCRIPT.format(
         cases="\n".join(f'        {pattern}) offered="{" ".join(words)}" ;;' for pattern, words in cases)

@@ -1,4 +1,4 @@
-"""Console output of every verb: results on standard output; progress, notes and warnings on standard error.
+"""Console output for all verbs: results on standard output; progress, notes and warnings on standard error.
 
 This file has no heavy imports, because ``--help`` waits for it.
 """
@@ -30,14 +30,14 @@ from longctx.untrusted.terminal import for_terminal, spelled
 
 Result = TypeVar("Result")
 Json = Annotated[bool, arg(help="Print JSON instead of a table.")]
-"""The option of every verb that prints a table."""
+"""Option shared by all verbs that print a table."""
 
 
 # ---------------------------------------------------------------------------------------------------------- results
 
 
 def program() -> str:
-    """Return the user's way to call this program, for suggested commands: it has just worked, so it works again."""
+    """Return how the user called this program, for suggested commands: it worked once, so it works again."""
     script = Path(sys.argv[0])
     if script.name == "longctx":
         # The bare name works if the PATH leads to this script.
@@ -51,38 +51,38 @@ def program() -> str:
 
 
 def command(*words: object) -> str:
-    """Return a command line to copy: our name and ``words``, shell-quoted if necessary."""
+    """Return a command line to copy: this program and ``words``, shell-quoted if necessary."""
     return f"{program()} {shlex.join(str(word) for word in words)}"
 
 
 def say(text: str) -> None:
-    """Write a line of the result to standard output."""
+    """Write a result line to standard output."""
     _write(sys.stdout, f"{text}\n")
 
 
 def write(text: str) -> None:
-    """Write a part of a line of the result to standard output."""
+    """Write part of a result line to standard output."""
     _write(sys.stdout, text)
 
 
 def say_json(value: Any) -> None:
-    """Write a result for machines; paths become strings."""
+    """Write a machine-readable result; paths become strings."""
     say(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
 def note(text: str) -> None:
-    """Write a line for people to standard error, above a progress bar if there is one."""
+    """Write a line for people to standard error, above any progress bar."""
     _write(sys.stderr, f"{text}\n")
 
 
 def read_line(prompt: str) -> str | None:
-    """Return the next line of standard input without its line end, or None at the end; a terminal shows the prompt.
+    """Read a line from standard input without its line end; None at the end. A terminal shows the prompt.
 
-    Raise ConfigError for a line that is not UTF-8.
+    Raise ConfigError if the line is not UTF-8.
     """
     try:
         if sys.stdin.isatty() and sys.stdout.isatty():
-            # Allows users to edit lines and to recall earlier ones.
+            # Lets users edit lines and recall earlier ones.
             with suppress(ImportError):
                 import readline  # noqa: F401
             return input(prompt)
@@ -100,7 +100,7 @@ def read_line(prompt: str) -> str | None:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Write at once. If the reader has gone (``| head``), drop the rest; the exit code stays the verb's."""
+    """Write and flush. If the reader has gone (``| head``), drop the rest; the exit code stays the verb's."""
     try:
         stream.write(for_terminal(text, stream))
         stream.flush()
@@ -110,13 +110,13 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def unframed(box: str) -> str:
-    """Return tyro's boxed message on one line, without frame, colours and the help text of each option."""
+    """Flatten tyro's boxed message into one line without frame, colours and per-option help."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    # Skip the title. The frame is two columns wide, and drawn in ASCII on a terminal without UTF-8.
+    # Skip the title. The frame is two columns wide, drawn in ASCII if the terminal lacks UTF-8.
     lines = [line[2:].rstrip(" │╯") for line in plain.splitlines()[1:]]
     parts: list[str] = []
     for is_rule, block in itertools.groupby(lines, key=lambda line: bool(re.fullmatch("[─-]+", line))):
-        # An option is indented by four columns below the message about it, its help text by eight.
+        # tyro indents an option by four columns below the message about it, and its help text by eight.
         first_paragraph = [line for line in itertools.takewhile(bool, block) if not line.startswith(" " * 8)]
         message = " ".join(line for line in first_paragraph if not line.startswith(" "))
         options = ", ".join(line.strip(" •") for line in first_paragraph if line.startswith(" "))
@@ -127,11 +127,11 @@ def unframed(box: str) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align columns two spaces apart: the first to the left, numbers to the right, without truncation or wrapping."""
+    """Align columns two spaces apart, text to the left and numbers to the right, without truncation or wrapping."""
     columns: list[list[str]] = []
     for index, heading in enumerate(headings):
         column = [row[index] for row in rows]
-        # Numbers and their heading are right-aligned; some numbers may be unknown.
+        # Right-align numbers and their heading; some numbers may be unknown.
         pad = str.ljust
         if column and all(cell[:1].isdigit() or cell == "–" for cell in column):
             pad = str.rjust
@@ -156,9 +156,10 @@ def human_bytes(count: float) -> str:
 
 
 class Update(Protocol):
-    """Callback for the progress of work; omitted arguments keep their values.
+    """Callback for progress updates; omitted arguments keep their values.
 
-    ``counted`` is the amount for the rate if it differs from ``done``: for example, text if the files are compressed.
+    ``counted`` is the amount for the rate if it differs from ``done``: for example, text when ``done`` counts
+    compressed bytes.
     """
 
     def __call__(self, done: int, total: int | None = None, note: str = "", counted: int | None = None) -> None: ...
@@ -170,7 +171,7 @@ def byte_rate(per_second: float) -> str:
 
 
 class Pace:
-    """Speed and remaining time of work since its first report."""
+    """Speed and remaining time, measured from the first report."""
 
     def __init__(self, rate: Callable[[float], str] | None) -> None:
         """Start without reports. ``rate`` formats an amount per second; without it ``text`` is empty."""
@@ -178,9 +179,10 @@ class Pace:
         self._first: tuple[float, int, int] | None = None
 
     def text(self, done: int, total: float | None, now: float, counted: int | None = None) -> str:
-        """Format as ``4.1 MiB/s, 2 min left``; empty before a second has passed."""
+        """Format as ``4.1 MiB/s, 2 min left``; empty during the first second."""
         if counted is None:
             counted = done
+        # Counted from the first report: work taken over from an earlier attempt must not raise the rate.
         if self._first is None:
             self._first = now, done, counted
         started, done_before, counted_before = self._first
@@ -203,15 +205,15 @@ def progress(
 ) -> Iterator[Update]:
     """Show progress: a bar on a terminal, otherwise a line every ``seconds_between_lines``.
 
-    If ``done`` exceeds ``total``, the total was only a guess, and the bar shows only activity. With ``rate``, which
-    formats an amount per second, speed and time left are shown too.
+    ``total`` may be a guess: once ``done`` exceeds it, the bar shows only activity. With ``rate``, which formats an
+    amount per second, speed and remaining time are shown too.
     """
     pace = Pace(rate)
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         note(f"{label} …")
         yield _Lines(label, total, pace, seconds_between_lines)
         return
-    # Imported here, because rich takes longer to import than a short verb takes to run.
+    # Deferred: importing rich takes longer than running a short verb.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -231,7 +233,7 @@ def progress(
             if total is not None:
                 known = total
             if known is not None and done > known:
-                # The guess was too low. update() reads None as "unchanged", so remove the total by hand.
+                # The guess was too low. update() reads None as "unchanged", so clear the total directly.
                 bar.tasks[0].total = total = known = None
             parts = [part for part in (note, pace.text(done, known, time.monotonic(), counted)) if part]
             bar.update(task, completed=done, total=total, note=spelled(", ".join(parts)))
@@ -240,7 +242,7 @@ def progress(
 
 
 class _Lines:
-    """Progress without a terminal: a line at intervals."""
+    """Progress without a terminal: one line per interval."""
 
     def __init__(self, label: str, total: int | None, pace: Pace, seconds: float) -> None:
         self._label, self._total, self._pace, self._seconds = label, total, pace, seconds
@@ -260,8 +262,11 @@ class _Lines:
         _write(sys.stderr, f"{self._label}:{share} {', '.join(parts)}".rstrip() + "\n")
 
 
+# CPython runs signal handlers only in the main thread, between bytecodes, so a long native call there would delay
+# Ctrl-C. The work therefore runs in a thread, and the main thread only waits. On Ctrl-C it raises KeyboardInterrupt in
+# the worker, which takes effect at the worker's next bytecode.
 def interruptible(action: Callable[[], Result]) -> Result:
-    """Run ``action`` in a thread, so that Ctrl-C is handled at once even during computation outside of Python.
+    """Run ``action`` in a thread, so that Ctrl-C works at once even during native computation.
 
     If the thread runs Python, Ctrl-C ends it too, and it removes unfinished files. Otherwise it is abandoned: it writes
     no files at that point, and ``main`` ends the process without waiting for it.
@@ -274,16 +279,17 @@ def interruptible(action: Callable[[], Result]) -> Result:
         try:
             results.append(action())
         except BaseException as error:
-            # Raised again in the caller's thread.
+            # Re-raised in the caller's thread.
             errors.append(error)
         finally:
             threading.current_thread().name = "longctx-ended"
             has_ended.set()
 
     worker = threading.Thread(target=work, name=ABANDONED, daemon=True)
-    # Without a time-out Ctrl-C would not be noticed. Not join(): interrupted, it takes the thread for ended (3.11).
+    # Without a timeout, Ctrl-C would go unnoticed. join() does not work: after an interrupt it treats the thread as
+    # finished (Python 3.11).
     try:
-        # start() waits for the thread, which may already be at work when Ctrl-C comes.
+        # start() waits for the thread, which may already be running when Ctrl-C arrives.
         worker.start()
         while not has_ended.wait(0.1):
             pass
@@ -299,13 +305,13 @@ def interruptible(action: Callable[[], Result]) -> Result:
 
 
 _CLEANING_SECONDS = 1.0
-"""How long Ctrl-C waits for a thread that may be outside of Python."""
+"""Time that Ctrl-C waits for a thread that may be in native code."""
 ABANDONED = "longctx-worker"
 """Name of ``interruptible``'s threads while they run."""
 
 
 def has_abandoned_work() -> bool:
-    """Return whether a thread of ``interruptible`` is still running."""
+    """Return True if a thread started by ``interruptible`` is still running."""
     return any(thread.name == ABANDONED for thread in threading.enumerate())
 
 
@@ -314,9 +320,9 @@ def has_abandoned_work() -> bool:
 
 @contextmanager
 def warnings_on_stderr() -> Iterator[None]:
-    """Print warnings of any package as lines on standard error within the block, without disturbing a progress bar.
+    """Print all packages' warnings to standard error within the block, without disturbing a progress bar.
 
-    The error that ends a command is left out: it is written to standard error separately.
+    The error that ends a command is left out: it is printed separately.
     """
     handler = _NoteHandler(logging.WARNING)
     handler.addFilter(is_for_console)

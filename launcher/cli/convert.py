@@ -36,36 +36,38 @@ def convert(
 ) -> None:
     """Convert checkpoints to and from Hugging Face.
 
-    Every tensor on both sides is used exactly once, or the command fails and names it. What was written is
-    read back and compared with what was read; OUT appears whole and verified, or not at all. Memory holds
-    about one tensor, whatever the model's size (comparing logits apart).
+    Every tensor on both sides is used exactly once, or the command fails and names it. The output is read back and
+    compared with the input; OUT appears complete and verified, or not at all. Memory holds about one tensor for any
+    model size (except when comparing logits).
 
-    Without --dtype no bit is lost: an imported model keeps its own dtypes, a trained one its float32 masters.
-    --verify tensors reads each tensor back and compares hashes; logits also compares with transformers' logits;
-    auto takes logits if transformers has the model and it fits in memory, else tensors.
+    Without --dtype no bit is lost: an imported model keeps its dtypes, a trained one its float32 masters. --verify
+    tensors reads each tensor back and compares hashes; logits also compares with transformers' logits; auto picks
+    logits if transformers has the model and it fits in memory, otherwise tensors.
 
     Args:
         source: Folder to read.
-        output: Folder to make, not within what is read.
+        output: Folder to create, outside the source.
         to: IN is a checkpoint, or a run folder: its newest checkpoint.
-        origin: IN is a Hugging Face folder: safetensors, or .bin/.pt, of which tensors alone are taken; or deepspeed:
-            the folder that DeepSpeed's save_checkpoint wrote, with the model's config.json of Hugging Face in it.
-        upcycle: IN is a dense checkpoint or run; OUT becomes one of an expert model that starts as the same function.
-        dtype: Dtype of the written weights, even if bits are lost; with --from, what later exports default to.
+        origin: IN is a Hugging Face folder: safetensors, or .bin/.pt, from which only tensors are read; or deepspeed: a
+            folder written by DeepSpeed's save_checkpoint, with the model's Hugging Face config.json added.
+        upcycle: IN is a dense checkpoint or run; OUT becomes an expert model's checkpoint that starts as the same
+            function.
+        dtype: Dtype of the written weights, even if bits are lost; with --from, the default for later exports.
         tokenizer: With --to, the tokenizer to export instead of the checkpoint's (a file or a folder), or none.
-        verify: What to compare of what was written.
-        text_only: With --from hf, leave out what the decoder does not have: vision towers, layers for multi-token
-            prediction. Without it they are carried along, and exports have them again.
+        verify: Comparison to make after writing.
+        text_only: With --from hf, leave out parts that the decoder does not have: vision towers, layers for multi-token
+            prediction. Without it they are carried along, and exports include them again.
         mtp: With --from hf, read blocks for multi-token prediction as the model's own, which train.mtp_weight then
-            trains. Without it they are carried along as they are.
-        execute_pickles: With --from deepspeed: its files are pickles, and loading one runs whatever its writer put
-            there, with all that your account may do. Say this only of files that you wrote or trust so far.
+            trains. Without it they are carried along unchanged.
+        execute_pickles: With --from deepspeed: its files are pickles, and loading one runs any code in it, with your
+            account's permissions. Use it only for files that you wrote or trust to that extent.
     """
     if execute_pickles and origin != "deepspeed":
         raise ConfigError("--execute-pickles goes with --from deepspeed alone: nothing else is ever executed.")
     for flag, given in (("--text-only", text_only), ("--mtp", mtp)):
         if given and origin != "hf":
             raise ConfigError(f"{flag} goes with --from hf alone: it says what of the folder is read.")
+    # Upcycling has one fixed form, so options for conversion would have no effect.
     if upcycle is not None:
         if dtype or verify != "auto":
             raise ConfigError("--upcycle writes float32 masters, always read back: leave --dtype and --verify out.")
@@ -73,6 +75,7 @@ def convert(
             raise ConfigError("--upcycle takes the checkpoint's tokenizer along: leave --tokenizer out.")
         _upcycle(source, output, upcycle)
         return
+    # Deferred: errors in the options above need not wait for torch.
     import torch
 
     from longctx.conversion import export_checkpoint, import_deepspeed, import_hf
@@ -126,7 +129,7 @@ def _upcycle(source: Path, output: Path, wanted: str) -> None:
 
 
 def _verified(done: Conversion) -> Iterator[str]:
-    """Yield a line for each step of a conversion besides moving bits, and for each verification."""
+    """Yield a line for each conversion step that did more than move bits, and for each verification."""
     for kinds, count in done.lossy_casts.items():
         yield f"Cast as asked: {plural(count, 'tensor')} {kinds}, which loses bits."
     if done.carried:

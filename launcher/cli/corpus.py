@@ -1,4 +1,4 @@
-"""Options of the verbs that read text: corpus, workers and duplicates."""
+"""Options for verbs that read text: corpus, workers and duplicates."""
 
 from __future__ import annotations
 
@@ -26,48 +26,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Source of the text."""
+    """Text to read."""
 
     source: Annotated[str, arg(metavar="PATH", help_behavior_hint="(required)")] = ""
-    """Folder or file, or its URL (s3://, gs://): text, .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, also .gz,
-    .bz2, .xz, .zst; for pairs also .po, or two texts named by their fields, as a.en and a.de; or "stdlib", the Python
+    """Folder, file or URL (s3://, gs://): text, .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, also .gz, .bz2,
+    .xz, .zst; for pairs also .po, or two texts named by their fields, such as a.en and a.de; or "stdlib", the Python
     source of the standard library."""
     include: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
     """Read only relative paths that match, e.g. '*.jsonl.gz' (quote it for the shell)."""
     exclude: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
-    """Leave out relative paths that match, e.g. 'test/*'; a folder that matches is not looked into."""
+    """Leave out relative paths that match, e.g. 'test/*'; matching folders are not searched."""
     as_text: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
-    """Read files that match as plain text, whatever their ending, e.g. '*.json' among the files of a program."""
+    """Read matching files as plain text, regardless of their suffix, e.g. '*.json' among a program's files."""
     as_json: Annotated[Several, arg(metavar="GLOB [GLOB ...]")] = field(default_factory=list)
-    """Read files that match as JSON: lines, an array or values, whatever their ending, e.g. 'part-*'."""
+    """Read matching files as JSON (lines, an array or values), regardless of their suffix, e.g. 'part-*'."""
     text_field: str = "text"
-    """Field or column with the text in JSON, CSV, Parquet and Arrow; with --source-field that of the target."""
+    """Field or column with the text in JSON, CSV, Parquet and Arrow; with --source-field, the target's."""
     source_field: Annotated[str, arg(metavar="NAME")] = ""
     """Field or column with the other side of pairs, which an encoder reads: a model with model.encoder_layers learns to
-    write --text-field of it."""
+    write --text-field from it."""
     format: Literal["auto", "text", "messages", "conversations", "prompt"] = "auto"
-    """What JSON, CSV, Parquet and Arrow hold: texts, or conversations by the field 'messages', 'conversations'
-    (ShareGPT) or 'prompt' with 'completion'. By default what the files agree on."""
+    """Content of JSON, CSV, Parquet and Arrow: texts, or conversations in the field 'messages', 'conversations'
+    (ShareGPT) or 'prompt' with 'completion'. auto takes the form that all files share."""
     strict: bool = False
-    """Stop at the first file or record that cannot be read, instead of leaving it out and listing it."""
+    """Stop at the first unreadable file or record, instead of leaving it out and listing it."""
     min_bytes: int = 0
     """Leave out documents with fewer bytes of text, and list them."""
     max_bytes: int | None = None
     """Leave out documents with more bytes of text, and list them."""
     join: Literal["file", "directory"] = "file"
-    """What one document is: a text file, or the text files of a directory, in the order of their names."""
+    """Unit that becomes a document: a text file, or a directory's text files in name order."""
     join_depth: int | None = None
-    """Directories from the source down that count, all below joined: 1 for a folder of repositories. Each unless
-    given."""
+    """Directory levels below the source that form documents; everything deeper is joined. 1 suits a folder of
+    repositories. Default: each directory."""
     join_bytes: int | None = None
-    """Cut a directory between files where its document would have more bytes of them, 2^25 unless given."""
+    """Split a directory between files if its document would have more bytes from them; default: 2^25."""
     join_header: Annotated[str, arg(metavar="TEMPLATE")] = ""
-    r"""Text before each file, e.g. '# {path}\n'; also {directory} and {name}. Nothing unless given."""
+    r"""Text before each file, e.g. '# {path}\n'; also {directory} and {name}. Default: empty."""
 
     def open(self) -> Source:
-        """Return the source to read. Raise DataError if it does not exist, ConfigError if none is named.
+        """Open the source. Raise DataError if it does not exist, ConfigError if it is unset.
 
-        Print a note if the source is not plain text, because the user need not have said so.
+        Print a note if the source is not plain text, because this is detected and the user need not request it.
         """
         from data_pipeline.prepare.reading import Lengths
         from data_pipeline.prepare.recognise import described
@@ -97,6 +97,7 @@ class Corpus:
     def arguments(self) -> list[str]:
         """Return the options as the user gave them, for a suggested command line."""
         arguments = ["--source", self.source]
+        # Only changed options, so that the suggested command stays short.
         defaults = Corpus(source=self.source)
         for f in fields(self):
             value = getattr(self, f.name)
@@ -110,7 +111,7 @@ class Corpus:
         return arguments
 
     def _joining(self) -> Join | None:
-        """Return the rule for joining files; None if each is a document. ConfigError for options without effect."""
+        """Build the file-joining rule; None if each file is a document. Raise ConfigError for unused options."""
         from data_pipeline.prepare.joining import DEFAULT_JOIN_BYTES, Join
 
         if self.join == "file":
@@ -121,7 +122,7 @@ class Corpus:
             return None
         depth, most_bytes = 0, DEFAULT_JOIN_BYTES
         if self.join_depth is not None:
-            # 0 is the same as leaving it out: an explicit number must be positive.
+            # 0 would mean the same as leaving it out, so an explicit number must be positive.
             if self.join_depth < 1:
                 raise ConfigError(
                     f"--join-depth {self.join_depth} must be at least 1. Left out, each directory counts."
@@ -137,14 +138,14 @@ class Workers:
     """Cores or cluster nodes that do the work."""
 
     workers: int | None = None
-    """Cores to use, all unless given, of this machine or of the cluster; each takes about 0.5 GB. The result does not
-    depend on it."""
+    """Cores to use on this machine or in the cluster, about 0.5 GB each; default: all. The result does not depend on
+    it."""
     engine: Literal["local", "ray"] = "local"
-    """local: processes of this machine. ray: workers all over a Ray cluster, whose nodes share the source's and the
-    output's file systems."""
+    """local: processes on this machine. ray: workers across a Ray cluster; its nodes share the file systems of source
+    and output."""
     ray_address: Annotated[str | None, arg(metavar="ADDRESS")] = None
-    """HOST:PORT of the cluster's head, or "auto". Unless given, RAY_ADDRESS, else a cluster that this machine belongs
-    to, else this machine alone."""
+    """HOST:PORT of the cluster's head, or "auto". Default: RAY_ADDRESS, then a cluster that includes this machine, then
+    this machine alone."""
 
     @contextlib.contextmanager
     def hired(self) -> Iterator[Engine]:
@@ -156,6 +157,7 @@ class Workers:
             with open_cluster(self.ray_address, say=note) as engine:
                 yield engine
             return
+        # An address without the engine would be ignored, and the work would run on this machine alone.
         if self.ray_address is not None:
             raise ConfigError("--ray-address says where a Ray cluster is: it needs --engine ray.")
         from data_pipeline.prepare.parts.pool import LocalEngine
@@ -168,20 +170,20 @@ class Duplicates:
     """Treatment of texts that occur in the corpus more than once."""
 
     duplicates: Literal["keep", "together", "exact", "near"] = "keep"
-    """keep: nobody looks. exact: of equal texts one stays. near: of similar texts one stays, the longest. together: all
-    stay, and similar texts fall on one side of the validation split (they do with near, too)."""
+    """keep: no search for duplicates. exact: keep one of several equal texts. near: keep the longest of several similar
+    texts. together: keep all, with similar texts on the same side of the validation split (as near does, too)."""
     similarity: float = 0.8
-    """Share of common shingles (Jaccard similarity) from which on texts are near duplicates."""
+    """Minimum share of common shingles (Jaccard similarity) for near duplicates."""
     shingles: Literal["words", "characters"] = "words"
-    """What shingles are runs of. Case, spaces and punctuation do not count among words."""
+    """Unit of a shingle. With words, case, spaces and punctuation do not count."""
     shingle_size: int | None = None
-    """Length of a shingle, 5 words or 9 characters unless given."""
+    """Shingle length; default: 5 words or 9 characters."""
     permutations: int = 128
-    """Values of a MinHash signature: more estimate the similarity better, and take 2 bytes a document each."""
+    """Values in a MinHash signature: more estimate the similarity better, at 2 bytes per document each."""
 
     def rule(self) -> DuplicateRule:
-        """Return the rule set by the options, checked."""
-        # Imported here, as in every verb: `--help` must not import the data pipeline.
+        """Build and validate the rule from the options."""
+        # Deferred, as in every verb: `--help` must not import the data pipeline.
         from data_pipeline.prepare.duplicates.rule import DuplicateRule
 
         return DuplicateRule(
@@ -196,7 +198,7 @@ class Duplicates:
 def say_left_out(
     counts: Mapping[str, int], examples: Mapping[str, Sequence[str]], file: Path | str | None = None
 ) -> None:
-    """Print the omitted documents: a line for each reason with the first names, and the path of the full list."""
+    """Print the omitted documents: a line per reason with the first names, and the path of the full list."""
     from data_pipeline.prepare.left_out import left_out_lines
 
     if not counts:
@@ -208,9 +210,9 @@ def say_left_out(
 
 
 def duplicate_lines(report: DuplicateReport) -> list[str]:
-    """Return lines about a build's duplicates: the number removed, some examples, and the sizes of groups."""
+    """Describe a build's duplicates: the number removed, some examples, and group sizes."""
     counts = report.counts
-    # Over all kinds: a threshold that is too low shows as a group as large as the corpus.
+    # Over all kinds: a threshold that is too low shows as one group as large as the corpus.
     groups = f"{plural(counts.groups, 'group')} of documents, the largest of {counts.largest_group:,}."
     if report.file is None:
         if not counts.groups:
@@ -222,7 +224,7 @@ def duplicate_lines(report: DuplicateReport) -> list[str]:
         ("near", counts.near_documents, counts.near_bytes),
     ):
         names = [str(example) for example in report.examples if example.kind == kind]
-        # One kind may have so many names that a reader would never reach the other kind.
+        # One line per kind: a long list of names must not hide the other kind.
         shown = ""
         if names:
             shown = f": {', '.join(names)}"
@@ -235,11 +237,11 @@ def duplicate_lines(report: DuplicateReport) -> list[str]:
 
 
 def read_so_far(documents: int, text_bytes: int) -> str:
-    """Return the amount read so far, for progress or results."""
+    """Format the amount read so far, for progress or results."""
     return f"{plural(documents, 'document')}, {human_bytes(text_bytes)}"
 
 
 def _unescaped(template: str) -> str:
-    """Return a template with its newlines and tabs, which a shell passes on as two characters each."""
+    """Replace escaped newlines, tabs and backslashes, which a shell passes on as two characters each."""
     escapes = {r"\\": "\\", r"\n": "\n", r"\t": "\t"}
     return re.sub(r"\\[\\nt]", lambda found: escapes[found[0]], template)

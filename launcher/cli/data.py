@@ -42,7 +42,7 @@ _ALL_CORES = Workers()
 _REPLIES = Chats()
 _NONE: list[list[str]] = []
 _NOTHING_ASKED = (Corpus(), None, 0.05, None, False, False, "text", False, _ALL_CORES, _KEEP, _REPLIES)
-"""What ``data build --without`` may be given besides: the defaults."""
+"""Defaults of all other options: ``data build --without`` accepts only these."""
 _SHOWN_SPELT = 5
 _ShardFolder = Annotated[Positional[str], arg(metavar="DIR")]
 
@@ -66,29 +66,30 @@ def build(
 ) -> None:
     """Tokenize a corpus into a shard folder.
 
-    The folder holds checksummed Arrow shards, and held-out documents in DIR/validation.
-    One folder serves every sequence length. Building the same again does nothing and says so.
-    A build that was stopped or killed goes on from its finished parts when the same command is given again.
+    The folder contains checksummed Arrow shards, and held-out documents in DIR/validation. One folder serves every
+    sequence length. Repeating a finished build changes no file and says so. A build that was stopped or killed
+    continues from its finished parts when the same command is repeated.
 
     Args:
         tokenizer: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint or run.
-        output: Folder to make, or its URL (s3://, gs://): it is then built in the cache and sent, the manifest last.
-        validation_fraction: Share of documents to hold out, 0 for none.
-        shard_tokens: Close a shard at this many tokens, 2^26 unless given.
-        exact: End at a document whose text does not come back exactly, instead of counting such documents.
-        paragraphs: Keep where the paragraphs of texts begin, by blank lines or else by lines: with model.pair_head
-            documents are cut there.
-        special_tokens: What a text that spells a special token of the tokenizer becomes: text, which is counted, or
-            with parse its id, for conversations that a chat template has rendered.
-        overwrite: Replace a shard folder, whether it was built from other things or is damaged.
-        without: Leave these shards, such as 00007.arrow, out of a folder that is built, and do nothing else.
-        crew: Who does the work.
-        duplicates: What to do about texts that stand in the corpus more than once.
+        output: Folder to create, or its URL (s3://, gs://): it is then built in the cache and sent, the manifest last.
+        validation_fraction: Share of documents to hold out; 0 disables.
+        shard_tokens: Close a shard at this many tokens; default: 2^26.
+        exact: Stop at a document whose ids do not decode to its exact text, instead of counting such documents.
+        paragraphs: Record paragraph starts, by blank lines or otherwise by lines: with model.pair_head documents are
+            cut there.
+        special_tokens: Treatment of text that spells a special token: text keeps it as text and counts it; parse gives
+            its id, for conversations that a chat template has rendered.
+        overwrite: Replace a shard folder that was built from other inputs or is damaged.
+        without: Remove these shards, such as 00007.arrow, from an existing folder, and exit.
+        crew: Cores or nodes for the work.
+        duplicates: Treatment of texts that occur in the corpus more than once.
         chats: How conversations are trained on.
     """
     from data_pipeline.prepare.build import build_shards
     from data_pipeline.shards.writer import DEFAULT_SHARD_TOKENS
 
+    # --without edits a finished folder. Any other option would suggest a rebuild, so all must have their defaults.
     if without:
         asked = (corpus, tokenizer, validation_fraction, shard_tokens, exact, paragraphs, special_tokens)
         others = (overwrite, crew, duplicates, chats)
@@ -96,12 +97,13 @@ def build(
         return
     if tokenizer is None:
         raise ConfigError("--tokenizer is missing. `longctx tokenizer train` makes one.")
+    # Before the source is hashed, which may take minutes: errors in options and tokenizer are reported at once.
     rule, loaded = duplicates.rule(), _loaded(tokenizer)
     if shard_tokens is None:
         shard_tokens = DEFAULT_SHARD_TOKENS
     with crew.hired() as engine:
         source = _hashed(corpus)
-        # Duplicates are found in a separate pass before the encoding pass.
+        # Duplicates are found in a separate pass over the same bytes, before the encoding pass.
         passed = source.num_bytes if rule.finds else 0
         with progress(f"tokenizing {source.spec}", total=source.num_bytes + passed, rate=byte_rate) as update:
             report = build_shards(
@@ -130,7 +132,7 @@ def build(
 
 
 def _loaded(tokenizer: Path) -> Tokenizer:
-    """Load a tokenizer, and say what is odd about how it frames documents."""
+    """Load a tokenizer and print remarks if it frames documents unusually."""
     from longctx.tokenizer import load_tokenizer
     from longctx.tokenizer.remarks import frame_remarks
 
@@ -159,14 +161,14 @@ def inspect(
     seed: int = 0,
     json: Json = False,
 ) -> None:
-    """Show what a shard folder holds, what packing costs, what a row looks like; of a mixture its sources and shares.
+    """Show a shard folder's contents, the cost of packing, and a row; for a mixture, its sources and shares.
 
     Args:
-        folder: Shard folder, or its URL (s3://, gs://), of which shards come into the cache; or a mixture's file.
-        seq_len: Tokens of a row; with it, what packing at that length costs.
-        source_seq_len: Most tokens of sources in a row, of pairs.
-        row: Row of the epoch to show, from 0; needs --seq-len. It takes a second for each million documents before it.
-        block: Count --row from the beginning of this block instead, which takes less than a second.
+        folder: Shard folder, or its URL (s3://, gs://; shards are fetched into the cache); or a mixture's file.
+        seq_len: Tokens per row; also shows the cost of packing at that length.
+        source_seq_len: Maximum source tokens per row, for pairs.
+        row: Row to show in the epoch, from 0; needs --seq-len. Takes a second per million documents before it.
+        block: Count --row from the start of this block instead, which takes less than a second.
         epoch: Epoch of the row, from 0.
         seed: run.seed of the run that reads it.
     """
@@ -176,7 +178,7 @@ def inspect(
     from data_pipeline.stores.urls import below, locate
 
     if is_mixture(folder):
-        # Rows of a mixture depend on a run: `data sample` shows them.
+        # A mixture's rows depend on the run: `data sample` shows them.
         _inspect_mixture(Path(folder), json=json)
         return
     if row is not None and seq_len is None:
@@ -230,13 +232,13 @@ def _inspect_mixture(path: Path, *, json: bool) -> None:
 
 
 def verify(folder: _ShardFolder, *, json: Json = False) -> int:
-    """Read every byte of a shard folder, or of a mixture's, and name what is damaged.
+    """Read every byte of a shard folder, or of a mixture's folders, and name all damage.
 
-    Hashes, sizes, offsets, ids, the tokenizer and what belongs together are checked, of the validation split too.
-    The exit code is 1 when anything is damaged.
+    Checks hashes, sizes, offsets, ids, the tokenizer and consistency between files, in the validation split too. The
+    exit code is 1 if anything is damaged.
 
     Args:
-        folder: Shard folder, or its URL (s3://, gs://), of which every shard is fetched anew; or a mixture's file.
+        folder: Shard folder, or its URL (s3://, gs://), with every shard fetched again; or a mixture's file.
     """
     from data_pipeline.inspect import verify as find_problems
     from data_pipeline.mixture.file import Mixture, is_mixture
@@ -249,9 +251,10 @@ def verify(folder: _ShardFolder, *, json: Json = False) -> int:
         folders = [*Mixture.load(folder).folders(Path(folder).parent)]
     for place in folders:
         if not has_folder(place):
-            # Raises the error for a folder without shards: this one is not a damaged shard folder.
+            # Raise the error for a folder without shards: it is not a damaged shard folder.
             Manifest.load(place)
     with progress(f"reading {folder}"):
+        # Hashing runs in native code, during which Ctrl-C would have no effect.
         problems = interruptible(lambda: find_problems(folder))
     if json:
         say_json({"folder": folder, "problems": problems})
@@ -274,16 +277,16 @@ def pack(
     overwrite: bool = False,
     json: Json = False,
 ) -> None:
-    """Compress a shard folder with zstd, for a store or for the way to another machine.
+    """Compress a shard folder with zstd, for a store or for a transfer to another machine.
 
-    A packed folder is read like any other: each shard is unpacked into the cache when it is first used, and checked
-    before and after.
+    A packed folder is read like any other: each shard is unpacked into the cache on first use, and checked before and
+    after.
 
     Args:
         folder: Shard folder.
-        output: Folder to make, or its URL (s3://, gs://).
-        level: Level of zstd, 1 to 22: higher ones are smaller and slower.
-        overwrite: Replace a shard folder that is there.
+        output: Folder to create, or its URL (s3://, gs://).
+        level: zstd level, 1 to 22: higher levels are smaller and slower.
+        overwrite: Replace an existing shard folder.
     """
     from data_pipeline.prepare.publish import pack as pack_folder
     from data_pipeline.shards.manifest import Manifest
@@ -334,7 +337,7 @@ def _build_json(report: BuildReport) -> dict[str, Any]:
 
 
 def _can_parse(tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer's file says how its special tokens are found in a text."""
+    """Return True if a tokenizer's file specifies how its special tokens are found in a text."""
     try:
         return bool(tokenizer.controls)
     except DataError:
@@ -345,6 +348,7 @@ def _say_build(report: BuildReport, tokenizer: Tokenizer, *, json: bool) -> None
     if json:
         say_json(_build_json(report))
         return
+    # A build without held-out documents has one split.
     splits = [("training", report.training), ("validation", report.validation)]
     rows = [
         [name, f"{s.documents:,}", f"{s.tokens:,}", f"{s.bytes_per_token:.2f}", f"{s.shards:,}", str(s.folder)]
@@ -355,6 +359,7 @@ def _say_build(report: BuildReport, tokenizer: Tokenizer, *, json: bool) -> None
     say_left_out(report.skipped, report.left_out, report.left_out_file)
     if report.duplicates is not None:
         say("\n".join(duplicate_lines(report.duplicates)))
+    # Normalizing tokenizers change text, which a model then cannot reproduce: name the documents concerned.
     if report.inexact:
         say(f"{plural(report.inexact, 'document')} did not come back exactly from their ids (--exact refuses them).")
         for difference in report.differences:
@@ -373,7 +378,7 @@ def _say_build(report: BuildReport, tokenizer: Tokenizer, *, json: bool) -> None
         say(f"{report.output} was made in {report.seconds:.1f} s.")
     train, look = ["--data.train", report.output], ["--seq-len", 4096]
     if report.training.source_tokens:
-        # Any recipe with an encoder would do; this one trains on any machine.
+        # Any recipe with an encoder works; this one trains on any machine.
         train = ["--config", "translate-small", *train, "--model.vocab_size", tokenizer.vocab_size]
         if report.validation is None:
             train += ["--validation.rows", 0]
@@ -387,8 +392,8 @@ def _say_build(report: BuildReport, tokenizer: Tokenizer, *, json: bool) -> None
 
 
 def _description_table(found: list[Description]) -> str:
-    # Every split is described at the same row length and gets the same table rows: a power of two without documents
-    # in one split is shown there as 0.
+    # Every split is described at the same row length and gets the same table rows: a power of two without documents in
+    # one split is shown there as 0.
     exponents = sorted({int(key.removeprefix("2^")) for d in found for key in d.length_histogram})
     columns = [_description_column(d, exponents) for d in found]
     headings = [d.split for d in found]
@@ -402,7 +407,7 @@ def _description_table(found: list[Description]) -> str:
 
 
 def _description_column(found: Description, exponents: list[int]) -> dict[str, str]:
-    """Return the properties of a split by the names of the table's rows; documents are counted by powers of two."""
+    """Return a split's properties keyed by table row names; documents are counted by powers of two."""
     column = {
         "documents": f"{found.documents:,}",
         "tokens": f"{found.tokens:,}",
@@ -415,7 +420,7 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
         "shards": f"{found.shards:,}",
         "size on disk": human_bytes(found.shard_bytes),
     }
-    # For the full source, and reported by the training split only.
+    # These cover the full source, and only the training split reports them.
     for name, value in found.duplicates.items():
         shown = f"{value:,}"
         if name.endswith("_bytes"):
@@ -435,7 +440,7 @@ def _description_column(found: Description, exponents: list[int]) -> dict[str, s
 
 
 def _of_sources(found: Description) -> dict[str, str]:
-    """Return the properties of the sources of pairs; empty without pairs."""
+    """Return the source properties of pairs; empty without pairs."""
     if not found.source_tokens:
         return {}
     return {
@@ -445,7 +450,7 @@ def _of_sources(found: Description) -> dict[str, str]:
 
 
 def _row_text(row: RowView) -> str:
-    """Format a packed row as lines: each document's piece with its beginning and end."""
+    """Format a packed row as lines: each document's piece with its start and end."""
     where = ""
     if row.num_blocks > 1:
         where = f" of block {row.block} of {row.num_blocks:,}"

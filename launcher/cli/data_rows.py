@@ -1,4 +1,4 @@
-"""The verbs ``data plan|sample``: the rows of a run, before it starts."""
+"""The verbs ``data plan|sample``: a run's rows, before it starts."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def plan(
     json: Json = False,
     settings: Annotated[tuple[str, ...], tyro.conf.Suppress] = (),
 ) -> None:
-    """Say how a run's rows will be: padding, cuts, tokens by length of document, and the work of each data rank.
+    """Report a run's rows: padding, cuts, tokens by document length, and the work per data rank.
 
-    Takes the config and flags of `train`. Lengths are read, tokens are not.
-    The work of a rank is the model's FLOPs for its documents. Where the busiest one has more than the mean, the others
-    wait for it in every step, or in every micro-batch with zero.stage 2 or 3 and with experts on several data ranks:
-    with rows in their order, and with data.balance.
+    Takes the config and flags of `train`. Reads lengths, not tokens. A rank's work is the model's FLOPs for its
+    documents. If the busiest rank exceeds the mean, the others wait for it in every step, or in every micro-batch with
+    zero.stage 2 or 3 and with experts on several data ranks. Shown for rows in their order, and with data.balance.
 
     Args:
-        config: The run's file, or a recipe's name.
-        ranks: Ranks of the run; those of run.hostfile where it names a file, else as few as the degrees allow.
+        config: The run's file, or a recipe name.
+        ranks: Ranks in the run; default: those in run.hostfile if it names a file, otherwise the fewest that the
+            degrees allow.
     """
     if ranks < 0:
         raise ConfigError(f"--ranks {ranks} must be at least 1, or 0 as if it were left out.")
@@ -63,7 +63,7 @@ def plan(
     run_config = load_run_config(argv)
     world = World.of(run_config, ranks)
     check_run(run_config, world.ranks)
-    # The number of rows per micro-batch may depend on the ranks.
+    # Rows per micro-batch may depend on the ranks.
     run_config = settle(run_config, _machine(run_config, world.ranks))
     data, micro_batches = run_config.data, run_config.micro_batches(world.ranks)
     open_folder = partial(ShardSet.open, verify=False, cache=data.cache)
@@ -73,6 +73,7 @@ def plan(
     of_sides = sides_of(folders, packing, data.seq_len, source_seq_len, seed=seed)
     sides = Sides(documents_in(folders, order.fims), data.seq_len, source_seq_len=source_seq_len, **of_sides)
     cost = partial(training_flops, run_config.model.config())
+    # Depends on the resolved ZeRO stage.
     lockstep = run_config.in_lockstep
     with progress(f"planning {data.train}"):
         found = survey(
@@ -113,23 +114,23 @@ def sample(
     source_seq_len: int = 0,
     output: Annotated[Path | None, arg(metavar="F.txt")] = None,
 ) -> None:
-    """Write rows of a run as text, whole, as it reads them.
+    """Write a run's rows as text, in full, as the run reads them.
 
-    Of a mixture they are those of a run that has had the file as it is now from its beginning.
+    For a mixture, they are the rows of a run that used the file in its present form from the start.
 
     Args:
         folder: Shard folder, or its URL (s3://, gs://); or a mixture's file.
-        seq_len: Tokens of a row.
+        seq_len: Tokens per row.
         rows: Rows to print.
-        first_row: The first of them, from 0; those before are planned, about a second for a million documents.
+        first_row: First row, from 0; rows before it are planned, in about a second per million documents.
         seed: run.seed of the run that reads it.
         packing: Its data.packing.
         min_rest_tokens: Its data.min_rest_tokens.
         fim_rate: Its data.fim_rate.
         fim_spm_rate: Its data.fim_spm_rate.
         fim_segment_tokens: Its data.fim_segment_tokens.
-        source_seq_len: Its data.source_seq_len, of pairs.
-        output: File to write; standard output unless given.
+        source_seq_len: Its data.source_seq_len, for pairs.
+        output: File to write; default: standard output.
     """
     from data_pipeline.inspect import sample_rows
     from data_pipeline.rows.fim import FimRule
@@ -150,7 +151,7 @@ def sample(
 
 
 def _machine(config: RunConfig, ranks: int) -> Machine:
-    """Return the machine of a run on ``ranks`` ranks, with the config's device or that of this machine."""
+    """Return the machine for a run on ``ranks`` ranks, with the config's device or this machine's."""
     import torch
 
     from launcher.config.resolve import Machine
@@ -160,11 +161,12 @@ def _machine(config: RunConfig, ranks: int) -> Machine:
         device_type = "cpu"
         if torch.cuda.is_available():
             device_type = "cuda"
+    # Rows do not depend on the dtype, so native bfloat16 is assumed.
     return Machine(ranks=ranks, device_type=device_type, native_bfloat16=True)
 
 
 def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
-    """Return table rows about the cost of packing and the balance of ranks."""
+    """Build table rows about packing cost and balance between ranks."""
     packing, about = found.packing, ""
     if not packing.exact:
         about = "about "
@@ -177,7 +179,7 @@ def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
     lines.extend([name, count] for name, count in left_out(packing).items())
     busiest = "busiest rank"
     if lockstep:
-        # With these settings ranks wait for one another in each micro-batch.
+        # With these settings ranks wait for each other in every micro-batch, not only once per step.
         busiest = "busiest rank of each micro-batch"
     for name, factors in (("in their order", found.work.in_order), ("data.balance", found.work.balanced)):
         if factors:
@@ -187,7 +189,7 @@ def _lines(found: Survey, steps: int, *, lockstep: bool) -> list[list[str]]:
 
 
 def left_out(packing: PackReport) -> dict[str, str]:
-    """Return the documents and tokens that rows truncate or omit, by the names of a table's rows."""
+    """Count documents and tokens that rows truncate or omit, keyed by table row names."""
     about = ""
     if not packing.exact:
         about = "about "

@@ -32,18 +32,18 @@ def doctor(
     links: bool = True,
     json: Json = False,
 ) -> int:
-    """Check this machine, and every machine of a hostfile, before a run.
+    """Check this machine, and every machine in a hostfile, before a run.
 
-    A line a finding: ok, warn or fail, the value, and what to do. The exit code is 1 when anything fails.
-    With --hostfile every host is asked over ssh, which must need no password, and compared with this machine.
-    Then it looks at the network: which hosts and ports are unreachable, and which interfaces gloo and NCCL take.
+    Prints one line per finding: ok, warn or fail, the value, and a remedy. The exit code is 1 if anything fails. With
+    --hostfile every host is queried over ssh, which must need no password, and compared with this machine. The network
+    check then reports unreachable hosts and ports, and the interfaces that gloo and NCCL use.
 
     Args:
         hostfile: The run's hostfile.
-        folder: Where runs are written. A file of at most 64 MiB is written there, and removed.
-        master_port: deepspeed's --master_port, at which the ranks meet; 0 to leave it out.
-        local: Check this machine alone, and not its network.
-        world_size: Ranks of the run; by default those of the hostfile.
+        folder: Folder for runs. A file of at most 64 MiB is written there, and removed.
+        master_port: deepspeed's --master_port, used for the rendezvous; 0 to leave it out.
+        local: Check only this machine, without its network.
+        world_size: Ranks in the run; default: those in the hostfile.
         links: Leave the network out.
     """
     if local and hostfile is not None:
@@ -60,10 +60,11 @@ def doctor(
         slots = read_hostfile(hostfile)
     options = Options(folder=folder, port=master_port, world_size=world_size or sum(slots.values()) or 1)
     with progress("checking this machine"):
-        # With a hostfile the port belongs to its first host, which is checked over ssh.
+        # With a hostfile, the port belongs to its first host, which is checked over ssh.
         here = examine(replace(options, port=0) if slots else options)
     hosts = _hosts(slots, here, options)
     network = None
+    # Last, because it connects only hosts that answered over ssh.
     if not local:
         network = _network(hostfile, slots, here, hosts, port=master_port, wanted=links)
     return _say(here, hosts, network, json)
@@ -76,6 +77,7 @@ def _hosts(slots: dict[str, int], here: Machine, options: Options) -> list[Host]
 
     with progress(f"asking {plural(len(slots), 'host')}", total=len(slots)) as update:
         hosts = examine_hosts(slots, here, options, asked=update)
+    # This part of a start happens on this machine, so its findings belong to it.
     here.findings.extend(check_start(slots, here.facts.name))
     return hosts
 
@@ -83,7 +85,7 @@ def _hosts(slots: dict[str, int], here: Machine, options: Options) -> list[Host]
 def _network(
     hostfile: Path | None, slots: dict[str, int], here: Machine, hosts: list[Host], *, port: int, wanted: bool
 ) -> Network:
-    """Check the network between the hosts that answer, or between the GPUs of a single machine."""
+    """Check the network between the hosts that answer, or between one machine's GPUs."""
     from launcher.doctor.network.check import Network, check_hosts, check_this_machine
     from launcher.doctor.network.findings import skipped
 
@@ -103,6 +105,7 @@ def _say(here: Machine, hosts: list[Host], network: Network | None, as_json: boo
     from launcher.doctor.finding import lines_of, summary, worst
     from launcher.doctor.hosts import lines_of_hosts
 
+    # The exit code depends on all findings, so they are collected before anything is printed.
     of_network: list[Finding] = []
     if network is not None:
         of_network = network.findings

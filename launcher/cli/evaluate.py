@@ -19,44 +19,46 @@ if TYPE_CHECKING:
 
 
 def _unless_given(default: str) -> Any:
-    """Show a default in the help of an option whose value is None if it is not given."""
+    """Show the effective default in the help, for an option that is unset by default."""
     return arg(help_behavior_hint=f"(default: {default})")
 
 
+# Most options are unset by default, so that one that the user set can be told apart: an option that the requested tasks
+# do not read is an error. ``_unless_given`` shows the effective default in the help.
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Options of ``evaluate``."""
+    """Options for ``evaluate``."""
 
     checkpoint: Annotated[Path | None, arg(metavar="DIR")] = None
     """Checkpoint, run folder (its newest checkpoint), or Hugging Face folder."""
     tasks: Annotated[str, arg(metavar="A,B")] = ""
-    """Tasks, groups of tasks, ppl and longppl; --list names them."""
+    """Tasks, task groups, ppl and longppl; --list prints them."""
     lengths: Annotated[str, arg(metavar="N,M")] = ""
-    """Tokens of prompt and answer together, or of a text: 4096 or 4k; of masked and pairs the tokens of a row, as in
-    the run unless given. Where no prompt of a task fits, that task and length are left out."""
+    """Tokens in prompt and answer together, or in a text: 4096 or 4k; for masked and pairs the row length, default: the
+    run's. A task is skipped at lengths that fit none of its prompts."""
     output: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Folder for rows, tables and pictures; in a run folder it becomes a part of the run's report.html."""
+    """Folder for rows, tables and pictures; in a run folder, it becomes part of the run's report.html."""
     list: bool = False
-    """Print a line for each task, and end."""
+    """Print a line per task, and exit."""
     samples: Annotated[int | None, arg(aliases=["--limit"], help_behavior_hint="(default: 22)")] = None
-    """Samples of each task and length; texts of ppl and longppl. Of translation the first pairs, all unless given; of
-    masked and pairs the first rows, 64 unless given."""
+    """Samples per task and length, or texts for ppl and longppl. For translation the first pairs, default: all; for
+    masked and pairs the first rows, default: 64."""
     haystack: Annotated[str | None, arg(metavar="FOLDER")] = None
-    """Text that needles are hidden in, and that ppl, longppl, masked and pairs read: a folder of text or shards, or its
-    URL (s3://BUCKET/FOLDER); by default the run's validation folder, or else stdlib, the source of Python's standard
+    """Text for hiding needles, and for ppl, longppl, masked and pairs: a folder with text or shards, or its URL
+    (s3://BUCKET/FOLDER); default: the run's validation folder, otherwise stdlib, the source of Python's standard
     library. masked and pairs need shards."""
     tokenizer: Annotated[Path | None, arg(metavar="TOKENIZER")] = None
-    """For a folder that has none of its own: SentencePiece model, tokenizer.json, or a folder with one."""
+    """For a folder without its own: SentencePiece model, tokenizer.json, or a folder with one."""
     seed: Annotated[int | None, _unless_given("42")] = None
-    """Seed of the prompts."""
+    """Seed for the prompts."""
     depths: Annotated[str | None, arg(metavar="D,E"), _unless_given("0,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1")] = None
-    """Where answers stand, from 0 (the beginning) to 1; samples take them in turn, both ends first, then middles."""
+    """Positions of answers, from 0 (the start) to 1; samples take them in turn, both ends first, then middles."""
     answer_tokens: int | None = None
-    """Tokens that are left for each answer, instead of the task's own number; of translation at most so many."""
+    """Tokens reserved for each answer, instead of the task's own number; for translation, the maximum."""
     teacher_forced_from: Annotated[int | None, _unless_given("262144")] = None
-    """From this length on the right answer is read, not generated, where that measures the same."""
+    """From this length on, read the right answer instead of generating one, if that measures the same."""
     chat_template: Annotated[Literal["none", "auto"] | None, _unless_given("none")] = None
-    """auto asks as a user, by the model's chat template if it has one; the reply begins as a task's answer does
+    """auto asks as a user, with the model's chat template if it has one; the reply starts as a task's answer does
     ("Answer:")."""
     beyond_positions: bool = False
     """Allow lengths beyond the model's positions."""
@@ -67,16 +69,16 @@ class Flags:
     english_words: Annotated[Path | None, arg(metavar="F")] = None
     """NVIDIA's english_words.json, for ruler_cwe beyond about 100,000 tokens."""
     pairs: Annotated[str | None, arg(metavar="FOLDER")] = None
-    """For translation: shards of pairs, or their URL; by default what the run held out. Every pair is read, or the
-    first --samples of them."""
+    """For translation: shards with pairs, or their URL; default: the run's held-out pairs. Every pair is read, or the
+    first --samples."""
     beams: Annotated[int | None, _unless_given("1")] = None
-    """For translation: search with so many beams; 1 is greedy."""
+    """For translation: number of beams; 1 is greedy."""
     length_penalty: Annotated[float | None, _unless_given("1.0")] = None
-    """For translation, with --beams: these are compared by log-likelihood over length to this power."""
+    """For translation, with --beams: beams are compared by log-likelihood divided by length to this power."""
     longppl_truncation: Annotated[int | None, _unless_given("4096")] = None
     """Tokens of near context that LongPPL compares with."""
     longppl_window: Annotated[int | None, _unless_given("1024")] = None
-    """Tokens that it reads with one near context."""
+    """Tokens that LongPPL reads with one near context."""
     ranks: OmitArgPrefixes[RankFlags] = field(default_factory=RankFlags)
     json: bool = False
     """Print JSON instead of tables."""
@@ -105,14 +107,14 @@ _READERS: dict[str, tuple[str, ...]] = {
     "longppl_truncation": ("longppl",),
     "longppl_window": ("longppl",),
 }
-"""The tasks that read an option. Those that are not here are read by all."""
+"""Tasks that read an option. Options missing here are read by all tasks."""
 
 
 def evaluate(flags: Annotated[Flags, arg(name="")]) -> None:
     """Measure whether a model uses its context: scores, losses, tables, pictures.
 
-    Every row is on the disk before the next samples begin: the same command goes on where it stopped.
-    Over ranks: --ranks N starts N of them here, --hostfile FILE those of its hosts.
+    Each row is on disk before the next samples start, so the same command continues after an interruption. Over ranks:
+    --ranks N starts N ranks here, --hostfile FILE those on its hosts.
     """
     from launcher.evaluation.options import lines_of_tasks, split_names
 
@@ -132,8 +134,9 @@ def evaluate(flags: Annotated[Flags, arg(name="")]) -> None:
 
 
 def _kind_of(asked: Sequence[str]) -> str:
-    """Return the kind of the tasks. Raise ConfigError for tasks of two kinds."""
+    """Return the tasks' kind. Raise ConfigError if they are of two kinds."""
     tasks = ",".join(asked)
+    # Each kind of task needs another kind of model, so one call serves one kind.
     if "translation" in asked:
         if len(asked) > 1:
             raise ConfigError(f"--tasks {tasks}: translation goes by itself. Ask for the others in another call.")
@@ -147,11 +150,13 @@ def _kind_of(asked: Sequence[str]) -> str:
 
 
 def _refuse_unread(flags: Flags, kind: str) -> None:
-    """Raise ConfigError if an option is given that no task of this kind reads."""
+    """Raise ConfigError if an option is given that no task in this kind reads."""
+    # An option without effect is an error: the user would otherwise believe that it took effect.
     unread: dict[str, list[str]] = {}
     for name, readers in _READERS.items():
         value = getattr(flags, name)
         is_read = kind in readers
+        # These tasks mix freely in one call, so only translation's options are certain to be unread.
         if kind == _OTHERS:
             is_read = readers != ("translation",)
         if value not in (None, "") and value is not False and not is_read:
@@ -171,7 +176,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """Return only the options that are given, so that the others keep their defaults."""
+    """Return only the options that are set, so that the others keep their defaults."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -182,7 +187,7 @@ def _translate(flags: Flags) -> None:
 
     if flags.checkpoint is None or flags.output is None:
         raise ConfigError("evaluate --tasks translation needs --checkpoint DIR --output DIR.")
-    # A penalty with --beams 1 is allowed: a loop over numbers of beams may pass the same penalty to all.
+    # A penalty with --beams 1 is allowed: a loop over beam counts may pass the same penalty to all.
     if flags.length_penalty is not None and flags.beams is None:
         raise ConfigError(
             f"--length-penalty {flags.length_penalty:g} compares beams, and without --beams nothing is searched for. "
@@ -217,6 +222,7 @@ def _ask_encoder(flags: Flags, asked: Sequence[str]) -> None:
 
     if flags.checkpoint is None or flags.output is None:
         raise ConfigError(f"evaluate --tasks {flags.tasks} needs --checkpoint DIR --output DIR.")
+    # None is the run's own row length.
     lengths: Sequence[int | None] = (None,)
     if flags.lengths:
         lengths = split_lengths(flags.lengths)
@@ -246,7 +252,7 @@ def _ask_encoder(flags: Flags, asked: Sequence[str]) -> None:
 
 
 def _options(flags: Flags) -> Options:
-    """Return the options as values. Raise ConfigError for missing options or values out of range."""
+    """Build validated options. Raise ConfigError for missing options or values out of range."""
     from launcher.evaluation.options import LongPPL, Options, split_depths, split_lengths, split_names
     from longctx.evaluation.task import RulerFiles
 
@@ -279,7 +285,7 @@ def _evaluate(options: Options, *, as_json: bool) -> None:
     import launcher.evaluation.run as evaluation
     from parallel.runtime.launched import environment_rank
 
-    # Every rank measures; rank 0 prints.
+    # All ranks measure; rank 0 prints.
     is_rank_0 = environment_rank()[0] == 0
     if is_rank_0:
         _say_what_is_missing(options)
@@ -294,10 +300,11 @@ def _evaluate(options: Options, *, as_json: bool) -> None:
 
 
 def _say_what_is_missing(options: Options) -> None:
-    """Print the tasks of a group that lack their file, and the depths without a sample."""
+    """Print group tasks that lack their file, and depths without a sample."""
     tasks, _, left_out = options.chosen()
     if left_out:
         note(f"left out, because their files were not given (--squad, --hotpotqa): {', '.join(left_out)}")
+    # Samples take the depths in turn, so depths beyond the sample count stay untested.
     untested = options.depths[options.samples :]
     if untested and any(task.has_depth for task in tasks):
         depths = ", ".join(f"{depth:g}" for depth in sorted(untested))
@@ -305,7 +312,7 @@ def _say_what_is_missing(options: Options) -> None:
 
 
 def token_progress(label: str, total: int | None = None) -> AbstractContextManager[Update]:
-    """Show progress; with ``total`` tokens, also the speed and the time left."""
+    """Show progress; with ``total`` tokens, also speed and remaining time."""
     from launcher.metrics.console import short_number
 
     if total is None:
@@ -314,7 +321,7 @@ def token_progress(label: str, total: int | None = None) -> AbstractContextManag
 
 
 def _print(options: Options, page: Path, *, as_json: bool) -> None:
-    """Print the scores and losses, and the path of the page with all results."""
+    """Print the scores and losses, and the path to the page with all results."""
     from launcher.report.evaluation.folder import load_evaluation
     from launcher.report.evaluation.tables import area_rows, loss_rows, score_rows, summary_of
 

@@ -36,36 +36,37 @@ Strings = UseAppendAction[list[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Choosing:
-    """Choice of tokens: greedy without an option, sampling with one of the first five, search with --beams."""
+    """Token choice: greedy by default, sampling with one of the first five options, search with --beams."""
 
     temperature: float | None = None
-    """Below 1 sharper, above 1 flatter, 0 greedy; 1 where another option of sampling is given."""
+    """Below 1 sharper, above 1 flatter, 0 greedy; 1 if another sampling option is given."""
     top_k: int | None = None
-    """Draw from this many likeliest tokens."""
+    """Sample from this many most likely tokens."""
     top_p: float | None = None
-    """Draw from the likeliest tokens that reach this probability together."""
+    """Sample from the most likely tokens that reach this probability together."""
     min_p: float | None = None
-    """Draw from tokens at least so many times as likely as the likeliest."""
+    """Sample from tokens with at least this fraction of the highest probability."""
     seed: int | None = None
-    """The same seed draws the same tokens; 0 unless given."""
+    """Seed for sampling: the same seed gives the same tokens; default: 0."""
     beams: int | None = None
-    """Search with so many beams; the text comes when the search is over."""
+    """Number of beams to search with; the text is printed when the search ends."""
     length_penalty: float | None = None
-    """Beams are compared by log-likelihood over length to this power; 1 unless given, more favours long ones."""
+    """Beams are compared by log-likelihood divided by length to this power; default: 1; more favours long ones."""
     repetition_penalty: float = 1.0
-    """Divides the logits of tokens that the prompt or the continuation has (multiplies those below 0)."""
+    """Divides the logits of tokens in the prompt or the continuation (multiplies those below 0)."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the continuation has."""
+    """Subtracted from the logits of tokens in the continuation."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that the continuation has it."""
+    """Subtracted from a token's logit once per occurrence in the continuation."""
     stop: Annotated[Strings, arg(metavar="TEXT")] = field(default_factory=list)
-    """End before this text; may be given several times."""
+    """Stop before this text; may be repeated."""
 
     def strategy(self) -> Greedy | Sample | Beams:
-        """Return beams or sampling if one of their options is given. Raise ConfigError for an option without effect."""
+        """Return beams or sampling if one of their options is set. Raise ConfigError for an option without effect."""
         from longctx.generation.beams import Beams
         from longctx.generation.sampling import Greedy, Sample
 
+        # Options left out are dropped here: one that is set and that the chosen strategy ignores is an error.
         sampling = _given(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
         )
@@ -84,7 +85,7 @@ class Choosing:
         return Sample(**sampling)
 
     def penalties(self) -> Penalties:
-        """Return the penalties set by the options."""
+        """Return the penalties from the options."""
         from longctx.generation.penalties import Penalties
 
         return Penalties(
@@ -103,7 +104,7 @@ def _refuse(options: Mapping[str, float], why: str) -> None:
 
 
 def _has_template(source: Path) -> bool:
-    """Return whether a tokenizer has a chat template; one that cannot be loaded is reported when it is used."""
+    """Return True if a tokenizer has a chat template; one that cannot be loaded is reported when it is used."""
     from longctx.chat.template_files import has_template
     from longctx.tokenizer import load_tokenizer
 
@@ -130,27 +131,28 @@ def generate(
     beyond_positions: bool = False,
     ranks: OmitArgPrefixes[RankFlags],
 ) -> None:
-    """Continue a prompt, or many; of a model with an encoder, which reads the prompt, write what follows from it.
+    """Continue one prompt or many; a model with an encoder reads the prompt and writes its target.
 
-    Until --max-new-tokens or the document's end. Greedy unless an option of sampling or --beams is given.
-    Standard output gets the continuation, as it comes, and a newline, nothing else.
-    Over ranks: --ranks N starts N of them here, --hostfile FILE those of its hosts.
+    Generates until --max-new-tokens or the document's end, greedily unless a sampling option or --beams is given.
+    Standard output receives only the continuation, as it is generated, and a newline. Over ranks: --ranks N starts N
+    ranks here, --hostfile FILE those on its hosts.
 
     Args:
         checkpoint: Checkpoint, run folder (its newest checkpoint), or Hugging Face folder.
-        prompt: The document's beginning; may be empty; --prompt=TEXT if it begins with a dash.
-        prompt_file: UTF-8 file with the prompt, to its last newline, of any length; - is standard input.
-        prompts_file: JSON lines with a "prompt" each; a JSON line comes out for each, in the same order.
-        max_new_tokens: Tokens to add at most.
-        chat: Render each prompt, what a user says, or a line's "messages" by the model's chat template; end with the
-            reply. Without a prompt each line of standard input is a turn, answered before the next is read.
+        prompt: Start of the document; may be empty; --prompt=TEXT if it starts with a dash.
+        prompt_file: UTF-8 file with the prompt, up to its last newline, of any length; - is standard input.
+        prompts_file: JSON lines, each with a "prompt"; a JSON line is written for each, in the same order.
+        max_new_tokens: Maximum tokens to add.
+        chat: Render each prompt (the user's text, or a line's "messages") with the model's chat template; end with the
+            reply. Without a prompt, each line on standard input is a turn, answered before the next is read.
         chat_template: auto is --chat if the model has a chat template, and says so.
-        system: Of a chat the system turn.
+        system: System turn of a chat.
         choosing: How tokens are chosen.
-        output: New file for the result, instead of standard output, where deepspeed writes as well.
-        max_sequences: Prompts of --prompts-file under way together, in each group of ranks; as memory allows, up to 8.
-        tokenizer: For a folder that has none of its own: SentencePiece model, tokenizer.json, or a folder with one.
-        beyond_positions: Allow prompt and answer to go beyond the model's positions.
+        output: New file for the result, instead of standard output, which deepspeed writes to as well.
+        max_sequences: Prompts from --prompts-file in progress together, per group of ranks; default: as memory allows,
+            up to 8.
+        tokenizer: For a folder without its own: SentencePiece model, tokenizer.json, or a folder with one.
+        beyond_positions: Allow prompt and answer to exceed the model's positions.
         ranks: Device, memory, and ranks that deepspeed or torchrun starts.
     """
     from launcher.generation.options import Options, PromptSource
@@ -174,7 +176,7 @@ def generate(
         beyond_positions=beyond_positions,
         **ranks.values(),
     )
-    # Every rank computes; rank 0 writes.
+    # All ranks compute; rank 0 writes.
     is_rank_0 = environment_rank()[0] == 0
     with session(options) as opened:
         if not is_rank_0:
@@ -191,6 +193,7 @@ def generate(
 
 
 def _follow(session: Session, options: Options) -> None:
+    # Ranks other than 0 take part in the same collectives, so they must consume every token, or rank 0 would hang.
     session.load()
     if options.talks:
         for _, tokens in session.replies(lambda: None):
@@ -215,7 +218,7 @@ def _continue_one(session: Session, options: Options) -> None:
 
 
 def _talk(session: Session, options: Options) -> None:
-    """Answer the lines of standard input, each in the context of the turns before it."""
+    """Answer the lines on standard input, each in the context of earlier turns."""
     from launcher.generation.talk import Talk
 
     talk, num_replies = Talk(options, session.opened), 0
@@ -224,6 +227,7 @@ def _talk(session: Session, options: Options) -> None:
     with closing(talk), _result_to(options.output) as write_out:
         for prompt_ids, tokens in session.replies(lambda: _next_question(talk)):
             written = _write_text(session, prompt_ids, tokens, write_out)
+            # Without a stop id the reply was cut off, which its text alone does not show.
             if len(written.ids) == options.max_new_tokens and written.ids[-1] not in session.stop_ids:
                 note(f"The reply ends at --max-new-tokens {options.max_new_tokens}.")
             talk.add_reply(written.text)
@@ -235,7 +239,7 @@ def _talk(session: Session, options: Options) -> None:
 def _next_question(talk: Talk) -> array[int] | None:
     """Return the ids up to the reply to the next line, or None at the end of standard input.
 
-    Raise LongCtxError for a line without a possible reply; on a terminal, show the error and read another line instead.
+    Raise LongCtxError if a line allows no reply; on a terminal, show the error and read another line instead.
     """
     while True:
         try:
@@ -251,20 +255,21 @@ def _next_question(talk: Talk) -> array[int] | None:
 
 
 class _Written(NamedTuple):
-    """Continuation that was written."""
+    """Written continuation."""
 
     ids: list[int]
     text: str
     read_seconds: float
-    """Until the first token."""
+    """Time until the first token."""
 
 
 def _write_text(
     session: Session, prompt_ids: Sequence[int], tokens: Iterator[int], write_out: Callable[[str], None]
 ) -> _Written:
-    """Write the text of a continuation as it is generated, and a newline."""
+    """Write a continuation's text as it is generated, then a newline."""
     started = time.monotonic()
-    # A bar and the text would share the terminal's last line, so the bar ends before the first token is printed.
+    # A progress bar and the text would share the terminal's last line, so the bar ends before the first token is
+    # printed.
     with progress(f"reading {len(prompt_ids):,} tokens"):
         first = list(islice(tokens, 1))
     read_seconds = time.monotonic() - started
@@ -282,7 +287,7 @@ def _write_text(
 
 
 def _continue_all(session: Session, options: Options) -> None:
-    """Write a JSON line for each prompt, in their order."""
+    """Write one JSON line per prompt, in order."""
     started, num_lines, num_tokens, num_unknown = time.monotonic(), 0, 0, 0
     prompts = session.prompts
     note(f"continuing {plural(len(prompts), 'prompt')} …")
@@ -316,18 +321,18 @@ def _result_to(path: Path | None) -> Iterator[Callable[[str], None]]:
     if path is None:
         yield write
         return
-    # Unbuffered, so that each line is written at once: a kill leaves no partial line.
+    # Unbuffered: each line is written at once, so a kill leaves no partial line.
     with path.open("xb", buffering=0) as file:
 
         def write_out(text: str) -> None:
-            # Half a surrogate pair, which JSON allows, is written as an escape sequence.
+            # JSON allows half a surrogate pair; it is written as an escape sequence.
             file.write(text.encode(errors="backslashreplace"))
 
         yield write_out
 
 
 class _Text:
-    """Text of a continuation's tokens up to the first stop string: the joined results of ``add`` and ``finish``.
+    """A continuation's text up to the first stop string: the joined results from ``add`` and ``finish``.
 
     Ids that the tokenizer does not have are left out and counted.
     """
@@ -360,7 +365,7 @@ def _warn_of_unknown(count: int) -> None:
 
 
 def _summarise(written: _Written, ends: set[int], seconds: float) -> None:
-    """Print the number of tokens, the time, and the reason for the end."""
+    """Print the token count, the time, and why generation ended."""
     ids, read_seconds = written.ids, written.read_seconds
     rate = ""
     if len(ids) > 1 and seconds > read_seconds:

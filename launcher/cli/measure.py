@@ -18,21 +18,22 @@ def measure(
     cpu_time: bool = False,
     json: Json = False,
 ) -> None:
-    """Measure how fast this machine is, in about a minute, and write a profile for `plan --device measured`.
+    """Measure this machine's speed, in about a minute, and write a profile for `plan --device measured`.
 
-    Products by shape, attention by length and mask, norms, activations, copies, the loss, gradients and the optimizer
-    in each ZeRO stage, links between ranks, the disk of the working folder: by the code that a run would use, on as
-    many processes at the same time as a run would have, for they share cores, memory and links.
+    Measured are matmuls by shape, attention by length and mask, norms, activations, copies, the loss, gradients and the
+    optimizer in each ZeRO stage, links between ranks, and the disk with the working folder. A run's own code does the
+    work, in as many processes at once as a run would use, because they share cores, memory and links.
 
     Args:
         output: File to write.
         overwrite: Replace it if it exists.
-        ranks: Processes that measure at the same time: as many as a run has on this machine. 0 is one for each GPU, or
-            one on a CPU.
-        device: auto takes GPUs where there are any.
-        cpu_time: Count the CPU seconds of each process in place of time that passes: for a machine that other programs
-            use as well. Ranks that share a core then count as often as they share it.
+        ranks: Processes that measure at the same time: as many as a run has on this machine. 0 is one per GPU, or one
+            on a CPU.
+        device: auto uses GPUs if there are any.
+        cpu_time: Count each process's CPU seconds instead of elapsed time, for a machine that other programs use too.
+            If ranks share cores, the seconds are multiplied by the ranks per core.
     """
+    # Reject an unusable output first: measuring takes a minute.
     if output.exists() and not overwrite:
         raise ConfigError(f"--output {output} exists. Name another file, or replace it with --overwrite.")
     if not output.parent.is_dir():

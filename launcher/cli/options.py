@@ -1,4 +1,4 @@
-"""Options shared by several verbs: one of several words, repeated values, and the ranks and device of a decoder."""
+"""Options shared by several verbs: a choice between words, repeated values, and a decoder's ranks and device."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from tyro.conf import UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 Several = UseAppendAction[list[list[str]]]
-"""An option with one value or more, which may be given more than once."""
+"""Option that takes one or more values and may be repeated."""
 
 
 def flat(given: Several) -> list[str]:
-    """Return all values, over all uses of the option."""
+    """Collect all values, over all uses of the option."""
     return [value for values in given for value in values]
 
 
 def one_of(*choices: str, bare: str | None = None) -> PrimitiveConstructorSpec[str | None]:
-    """Return the spec of an option that takes one of ``choices``; ``bare`` is its meaning without a value."""
+    """Build the spec for an option limited to ``choices``; ``bare`` is its meaning without a value."""
 
     def read(given: list[str]) -> str | None:
         if given:
@@ -28,7 +28,7 @@ def one_of(*choices: str, bare: str | None = None) -> PrimitiveConstructorSpec[s
     nargs = 1
     if bare is not None:
         nargs = (0, 1)
-    # Not a Literal: tyro cannot take one without a value (`--verify` alone).
+    # Not a Literal: tyro requires a value for one, and `--verify` alone must work.
     return PrimitiveConstructorSpec(
         nargs=nargs,
         metavar="{" + ",".join(choices) + "}",
@@ -41,23 +41,23 @@ def one_of(*choices: str, bare: str | None = None) -> PrimitiveConstructorSpec[s
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlags:
-    """Device, memory, and ranks that deepspeed or torchrun starts."""
+    """Device, memory, and the ranks that deepspeed or torchrun starts."""
 
     chunk_tokens: int = 4096
-    """Tokens that are read at a time, on however many ranks."""
+    """Tokens read at a time, for any number of ranks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights and of the computation; bfloat16 takes half the memory."""
+    """Dtype for weights and computation; bfloat16 takes half the memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes GPUs if there are any, and then each rank needs one."""
+    """auto uses GPUs if there are any; each rank then needs one."""
     context: Annotated[int, arg(name="parallel.context")] = 0
-    """Ranks that share a prompt; 0 is all."""
+    """Ranks that share a prompt; 0 means all."""
     expert: Annotated[int, arg(name="parallel.expert")] = 1
-    """Ranks that share the experts; a divisor of parallel.context."""
+    """Ranks that share the experts; must divide parallel.context."""
     hostfile: Annotated[str, arg(name="run.hostfile")] = "launcher"
-    """As of a run: launcher checks the --hostfile of the deepspeed command, none checks nothing."""
+    """Host file to check, as in a run: launcher takes the deepspeed command's --hostfile, none disables the check."""
     timeout_seconds: float = 1800.0
-    """How long a rank waits for another."""
+    """Seconds that a rank waits for another."""
 
     def values(self) -> dict[str, Any]:
-        """Return the fields of ``Computation``."""
+        """Return the fields as arguments for ``Computation``."""
         return asdict(self)

@@ -35,27 +35,27 @@ def plan(
     json: Json = False,
     settings: Annotated[tuple[str, ...], tyro.conf.Suppress] = (),
 ) -> int:
-    """Say what a run takes before it starts: bytes of each device, seconds of a step, hours of the run.
+    """Report a run's needs before it starts: bytes per device, seconds per step, hours for the run.
 
-    Takes the config and flags of `train`, reads no data and starts nothing. Bytes are arithmetic, seconds come from
-    the rates of a hardware profile.
-    --search tries degrees, ZeRO, offload, what is kept and where, chunks: it finds the fastest of the settings that
-    fit, and what each GiB of memory buys. Those given as flags stay as they are. --output writes the config it found.
-    The exit code is 1 if the run does not fit.
-    --trace checks the plan: it runs forward, backward and the optimiser of each kind of rank on tensors without data,
-    for memory, links and host waits of the code itself, in seconds to minutes. It needs PyTorch's CUDA build, no GPU.
+    Takes the config and flags of `train`, reads no data and starts no ranks. Bytes are arithmetic; seconds come from
+    the rates in a hardware profile. The exit code is 1 if the run does not fit. --search tries degrees, ZeRO, offload,
+    activations to keep and their place, and chunks. It finds the fastest settings that fit, and the gain per additional
+    GiB of memory. Settings given as flags stay fixed. --output writes the config. --trace checks the plan: it runs
+    forward, backward and the optimizer for each kind of rank on tensors without data, and records the code's own
+    memory, links and host waits, in seconds to minutes. It needs PyTorch's CUDA build, no GPU.
 
     Args:
-        trace: Trace one step of each kind of rank in place of arithmetic.
-        search: Find the settings in place of taking the config's.
+        trace: Trace one step for each kind of rank instead of using arithmetic.
+        search: Search for settings instead of using the config's.
         output: With --search, the file to write.
         overwrite: Replace that file if it exists.
-        config: The run's file, or a recipe's name.
-        ranks: Ranks of the run; those of run.hostfile where it names a file, else as few as the degrees allow.
-        ranks_per_node: Ranks of a machine; those of the hostfile, else 8.
-        document_tokens: Length of the documents that rows are packed from; 0 is one document a row.
-        capability: With --trace, the compute capability of the GPU that kernels are chosen for.
-        device: Hardware to plan for: h100, h200, b200, cpu (an assumed core), measured (what `measure` wrote into the
+        config: The run's file, or a recipe name.
+        ranks: Ranks in the run; default: those in run.hostfile if it names a file, otherwise the fewest that the
+            degrees allow.
+        ranks_per_node: Ranks per machine; default: those in the hostfile, otherwise 8.
+        document_tokens: Length of the documents packed into rows; 0 means one document per row.
+        capability: With --trace, the compute capability for which kernels are chosen.
+        device: Hardware to plan for: h100, h200, b200, cpu (an assumed core), measured (written by `measure` into the
             working folder), or a file like those profiles.
     """
     for name, value in (("ranks", ranks), ("ranks-per-node", ranks_per_node), ("document-tokens", document_tokens)):
@@ -72,6 +72,7 @@ def plan(
     from launcher.plan.hardware import load_hardware
     from launcher.plan.world import World
 
+    # Fail first: without the CUDA build there are no kernels to trace.
     if trace:
         from launcher.trace.trace import check_cuda_build
 
@@ -84,6 +85,7 @@ def plan(
     if trace:
         _trace(run_config, world, document_tokens, capability, hardware, json=json)
     elif search:
+        # The search varies only settings that the user did not set by a flag.
         held = {key_of_flag(argument) for argument in settings if argument.startswith("--")}
         _search(run_config, world, document_tokens, hardware, held, output, json=json)
     else:
@@ -92,7 +94,7 @@ def plan(
 
 
 def _estimate(run_config: RunConfig, world: World, document_tokens: int, hardware: Hardware, *, json: bool) -> int:
-    """Print the plan; return the exit code, which says whether the run fits."""
+    """Print the plan; return the exit code, which is 1 if the run does not fit."""
     from launcher.plan.estimate import estimate_run
 
     run = estimate_run(run_config, world, hardware, document_tokens=document_tokens)
@@ -110,13 +112,13 @@ def _longest(run: RunEstimate, asked: RunConfig) -> int:
 
     config = run.config
     if asked.train.chunk_tokens == "auto":
-        # The candidate for the longest rows.
+        # The last choice allows the longest rows.
         config = chunk_choices(config)[-1]
     return longest_row(config, run.world, run.hardware)
 
 
 def _longer(run: RunEstimate, longest: int) -> Candidate | None:
-    """Return settings for the next power of two that does not fit, in units of the run's own rows."""
+    """Return settings that fit the shortest doubling of the run's row length that does not fit yet."""
     from launcher.plan.search import fit_rows
 
     seq_len = run.config.data.seq_len
@@ -151,6 +153,7 @@ def _search(
     with progress("trying settings", rate=lambda rate: f"{rate:,.0f} a second") as update:
         found = search(run_config, world, hardware, document_tokens=document_tokens, held=held, progress=update)
     if found.fastest is None:
+        # Even the leanest settings do not fit: suggest shorter rows or more ranks.
         near = nearest(found.leanest, world, document_tokens=document_tokens, held=held)
         raise ConfigError("\n".join([count_line(found, hardware), *nearest_lines(found.leanest, near, world)]))
     run = estimate_run(found.fastest.config, world, hardware, document_tokens=document_tokens)
@@ -176,6 +179,7 @@ def _trace(
     from launcher.trace.report import heading, link_rows, memory_rows, remarks
     from launcher.trace.trace import trace_run
 
+    # Shown next to the traced bytes, which test the arithmetic.
     planned = estimate_run(run_config, world, hardware, document_tokens=document_tokens)
     traced = trace_run(
         run_config,

@@ -27,21 +27,21 @@ def practice(
     messages: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write documents from which a model learns recall: codes hidden in plain sentences, then questions for them.
+    """Write documents that teach recall: codes hidden in plain sentences, then questions about them.
 
-    They read as the prompts of the task niah, answers included. The same options give the same file.
+    They have the form of prompts in the niah task, including the answers. The same options give the same file.
 
     Args:
-        output: File to write, a JSON object with the field "text" a line.
+        output: File to write: a JSON object with the field "text" per line.
         documents: Documents to write.
-        words: Words of plain sentences in a document.
-        pairs: Pairs of a key and its code in a document. Without any (0 0) it is plain sentences: a haystack.
-        mentions: How often a pair stands in the text.
-        questions: Questions at the end, each for another pair.
-        kind: Of what a code consists.
-        seed: Seed of all that is drawn.
+        words: Words in plain sentences per document.
+        pairs: Key and code pairs per document. 0 0 gives only plain sentences: a haystack.
+        mentions: Times that a pair appears in the text.
+        questions: Questions at the end, each about another pair.
+        kind: Content of a code.
+        seed: Seed for all random choices.
         messages: Write conversations, with the field "messages": a user asks, an assistant answers.
-        overwrite: Replace a file that is there.
+        overwrite: Replace an existing file.
     """
     from longctx.evaluation.practice import Practice
     from longctx.files import write_atomically
@@ -50,10 +50,10 @@ def practice(
         raise ConfigError(f"--documents {documents}: give 1 or more.")
     if output.exists() and not overwrite:
         raise DataError(f"output={output} exists. Name another file, or replace it with --overwrite.")
-    # Checked before writing.
+    # Creating it validates the options before anything is written.
     drawn = Practice(words=words, pairs=pairs, mentions=mentions, questions=questions, kind=kind, seed=seed)
 
-    # In memory until all are done: an interrupted file would look like a smaller one.
+    # Kept in memory until all are done: an interrupted file would look like a smaller one.
     lines = []
     with progress("writing documents", total=documents) as update:
         # A document depends only on its number and the options.

@@ -17,22 +17,22 @@ def report(
     *,
     output: Annotated[Path | None, arg(metavar="F.html")] = None,
 ) -> None:
-    """Write a run's report.html, or several runs or evaluations side by side.
+    """Write a run's report.html, or compare several runs or evaluations.
 
-    One self-contained page holds a run folder's numbers and curves. It can be made while the run goes on.
-    Of several runs the page compares key figures, losses and configs.
-    Of several evaluations it compares scores, and draws their needles in panels of one picture, which stands beside it.
+    One self-contained page shows a run folder's numbers and curves. It can be written while the run continues. For
+    several runs the page compares key metrics, losses and configs. For several evaluations it compares scores and draws
+    their needle results as panels in one picture, saved next to the page.
 
     Args:
-        folders: Run folders, or folders that evaluate has written.
-        output: File to write; DIR/report.html unless given, and comparison.html here for several folders.
+        folders: Run folders, or folders written by evaluate.
+        output: File to write. Default: DIR/report.html, or comparison.html in the working folder for several folders.
     """
     if not folders:
         raise ConfigError("report needs a run folder: report DIR, or report DIR DIR to compare runs.")
     from launcher.report.comparison import is_evaluation, write_comparison, write_evaluations
 
     evaluations = [folder for folder in folders if is_evaluation(folder)]
-    # Runs and evaluations have no figures in common.
+    # Runs and evaluations share no metrics.
     if evaluations and len(evaluations) < len(folders):
         raise ConfigError(f"{evaluations[0]} is an evaluation, and others are not. Compare runs, or evaluations.")
     if len(evaluations) > 1:

@@ -16,19 +16,20 @@ def run(
     retries: int = 3,
     wait_seconds: float = 10.0,
 ) -> int:
-    """Start a training command, and start it again from its newest good checkpoint when it fails.
+    """Start a training command, and restart it from its newest good checkpoint when it fails.
 
-    A rank that died, a host that went away or a launcher that was killed costs the steps behind the last checkpoint.
-    Hosts of the hostfile that no longer answer are left out where the others are a valid run. What cannot help is not
-    tried: after exit code 2, and where two attempts in a row end at the same step, it stops. With --run.resume auto
-    in the command, the same line begins a run and goes on with it.
+    A dead rank, a lost host or a killed launcher costs only the steps since the last checkpoint. Hosts in the hostfile
+    that no longer answer are left out if the remaining ones form a valid run. Restarts that cannot help are not tried:
+    after exit code 2, or if two attempts in a row end at the same step, it stops. With --run.resume auto in the
+    command, the same line starts a run and resumes it.
 
-    Signals go to the training, and end it here too. The exit code is that of the last attempt.
+    Signals go to the training and end this command too. The exit code is the last attempt's.
 
     Args:
-        command: A line that trains, behind `--`.
-        retries: Attempts after the first one.
-        wait_seconds: Before the first of them; doubled before each further one, up to 300, until the run advances.
+        command: Training command line, after `--`.
+        retries: Restarts after the first attempt.
+        wait_seconds: Pause before the first restart, doubled before each further one, up to 300, until the run
+            advances.
     """
     if retries < 0:
         raise ConfigError(f"--retries {retries} must be at least 0.")
@@ -44,5 +45,5 @@ def run(
     line = TrainingCommand.of(command)
     check_deepspeed_line(line.starter, line.arguments)
     if line.hostfile is not None:
-        read_hostfile(line.hostfile)  # another attempt would not mend a mistake in it
+        read_hostfile(line.hostfile)  # a restart would not fix an error in it
     return Supervised.of(line, patience, note).run()

@@ -23,20 +23,20 @@ def score(
     ranks: OmitArgPrefixes[RankFlags],
     json: Json = False,
 ) -> None:
-    """Write the log-likelihood of every token of a shard folder, each given its document before it.
+    """Write the log-likelihood of every token in a shard folder, given its document before it.
 
-    Arrow files of whole documents: number, name, token ids, log-likelihoods in nats (null for the first token).
-    A block of documents is on the disk before the next one begins: the same command goes on where it stopped.
-    Over ranks: --ranks N starts N of them here, --hostfile FILE those of its hosts; of many short documents with
-    --parallel.context 1, so that each rank has documents of its own.
+    Writes Arrow files with complete documents: number, name, token ids, log-likelihoods in nats (null for the first
+    token). A block of documents is on disk before the next one starts, so the same command continues after an
+    interruption. Over ranks: --ranks N starts N ranks here, --hostfile FILE those on its hosts; for many short
+    documents use --parallel.context 1, so that each rank has documents of its own.
 
     Args:
         checkpoint: Checkpoint, run folder (its newest checkpoint), or Hugging Face folder.
         data: Shard folder, or its URL.
         output: Folder for the files.
-        tokenizer: For a folder that has none of its own: SentencePiece model, tokenizer.json, or a folder with one.
-        experts: Write which experts read each token, too, layer by layer.
-        beyond_positions: Allow documents beyond the model's positions.
+        tokenizer: For a folder without its own: SentencePiece model, tokenizer.json, or a folder with one.
+        experts: Also write which experts read each token, layer by layer.
+        beyond_positions: Allow documents longer than the model's positions.
         ranks: Device, memory, and ranks that deepspeed or torchrun starts.
     """
     import launcher.evaluation.scores as scores
@@ -51,6 +51,7 @@ def score(
         beyond_positions=beyond_positions,
         **ranks.values(),
     )
+    # All ranks compute; rank 0 prints.
     is_rank_0 = environment_rank()[0] == 0
     try:
         total = scores.score(options, token_progress)

@@ -43,22 +43,22 @@ def train(
 ) -> None:
     """Train a tokenizer on a corpus: a SentencePiece model, or BERT's WordPiece.
 
-    The byte fallback of SentencePiece's kinds gives every text back exactly; WordPiece does not. The same corpus gives
-    the same file. A training that is stopped or killed once the corpus is read goes on from there with the same
+    SentencePiece kinds use byte fallback, which returns every text exactly; WordPiece does not. The same corpus gives
+    the same file. Training that is stopped or killed after the corpus was read continues from there with the same
     command.
 
     Args:
         vocab_size: Number of token ids, 261 or more (wordpiece: 8 or more).
         output: File to write.
-        fim: Three ids for prefix, suffix and middle, which data.fim_rate needs.
-        mask: An id that stands for a masked token, which train.objective=masked needs.
-        sentinels: So many ids that stand for spans taken out of a text, which train.objective=spans needs.
+        fim: Add three ids for prefix, suffix and middle, required by data.fim_rate.
+        mask: Add an id for a masked token, required by train.objective=masked.
+        sentinels: Add this many ids for spans removed from a text, required by train.objective=spans.
         kind: bpe for most models; unigram takes thirty times as long to train; word and char for study; wordpiece for
             BERT: a tokenizer.json with [CLS], [SEP] and [MASK].
         cased: With wordpiece, keep upper case and accents.
-        max_text_bytes: Train on a sample of documents above this much text.
-        seed: Seed of that sample.
-        overwrite: Replace a file that is there.
+        max_text_bytes: Train on a sample of documents if the corpus has more text than this.
+        seed: Seed for that sample.
+        overwrite: Replace an existing file.
     """
     from data_pipeline.prepare.train_tokenizer import train_tokenizer
 
@@ -73,7 +73,7 @@ def train(
 
         def learning(sample: Sample, was_kept: bool) -> None:
             found.append((sample, was_kept))
-            # Reading is over; the duration of the library's training is unknown.
+            # Reading is finished; the library does not report how long its training takes.
             drawn_from = read_so_far(sample.documents, sample.text_bytes)
             update(
                 source.num_bytes, note=f"{drawn_from} read, learning {vocab_size:,} pieces", counted=sample.text_bytes
@@ -101,7 +101,7 @@ def train(
         )
     ((sample, was_kept),) = found
     _say_trained(output, tokenizer.vocab_size, sample, max_text_bytes)
-    # Omitted files are known only if the corpus was read.
+    # Omitted files are known only if the corpus was read in this process.
     if not was_kept:
         say_left_out(source.skipped, source.left_out.examples)
     say(f"Next: {command('data', 'build', *corpus.arguments(), '--tokenizer', output, '--output', 'DIR')}")
@@ -126,11 +126,11 @@ def show(
     text: Annotated[str | None, arg(metavar="TEXT")] = None,
     json: Json = False,
 ) -> None:
-    """Show a tokenizer's kind, size, and begin and end ids, and how it cuts a text.
+    """Show a tokenizer's kind, size, begin and end ids, and how it splits a text.
 
     Args:
         tokenizer: SentencePiece model, tokenizer.json, Hugging Face folder, checkpoint, run or shard folder.
-        text: Text to encode as the beginning of a document.
+        text: Text to encode as the start of a document.
     """
     from longctx.tokenizer import load_tokenizer
     from longctx.tokenizer.remarks import frame_remarks

@@ -1,4 +1,4 @@
-"""The verbs that run over ranks: ``train`` and ``verify``, and the start of others with ``--ranks``."""
+"""The verbs that run over ranks: ``train`` and ``verify``, and the start of other verbs with ``--ranks``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launcher.wording import plural
 from longctx.errors import ClusterError, ConfigError
 
 MOST_RANKS = 1024
-"""Ranks of one machine."""
+"""Maximum ranks on one machine."""
 
 
 def train(
@@ -27,20 +27,22 @@ def train(
     hostfile: str = "",
     settings: Annotated[tuple[str, ...], tyro.conf.Suppress] = (),
 ) -> int:
-    """Train: start the ranks of a run, on this machine or on the hosts of a file.
+    """Train: start a run's ranks on this machine or on the hosts in a file.
 
-    All other flags are the run's settings. Ctrl-C saves, and exits with 75.
+    All other flags are the run's settings. Ctrl-C saves a checkpoint and exits with 75.
 
     Args:
-        ranks: Processes on this machine; 0 is one each GPU, and without GPUs as many as the settings need.
-        hostfile: A file with a line `HOST slots=N` for each machine, which are reached over ssh.
+        ranks: Processes on this machine; 0 is one per GPU, and without GPUs as many as the settings need.
+        hostfile: File with a line `HOST slots=N` per machine; these are reached over ssh.
     """
     from launcher.config.load import load_run_config
 
-    # A user's mistake in the settings is reported here, once, before any rank begins.
+    # Report invalid settings here, once, before any rank starts.
     config = load_run_config(list(settings))
+    # The smallest world size that both degrees divide.
     needed = math.lcm(config.parallel.context, config.parallel.expert)
     if not hostfile:
+        # On one machine only: the quickstart must run on any number of GPUs without further flags.
         settings = _fitted(settings, ranks or _num_gpus(settings), config.parallel.context)
     return start("train", "pretrain.py", settings, ranks=ranks, hostfile=hostfile, needed=needed)
 
@@ -52,7 +54,7 @@ def _num_gpus(settings: Sequence[str]) -> int:
 
 
 def _fitted(settings: Sequence[str], ranks: int, context: int) -> tuple[str, ...]:
-    """Return the settings with a context degree that fits the ranks, if only the quickstart has chosen another one."""
+    """Return the settings with a fitting context degree if the current one is only the quickstart's default."""
     chosen = {key_of_flag(word) for word in settings if word.startswith("--")}
     if not ranks or ranks % context == 0 or chosen & {"config", "parallel.context", "run.start_from"}:
         return tuple(settings)
@@ -69,12 +71,12 @@ def verify(
 ) -> int:
     """Compare a run's configuration over ranks with one plain process: loss, gradients, weights.
 
-    All other flags are the run's settings, as of `train`. With --probe leak it looks whether documents of a packed row
-    see one another. Exit code 1 where they differ, or do.
+    All other flags are the run's settings, as for `train`. --probe leak tests whether documents in a packed row see
+    each other. The exit code is 1 if the results differ, or if documents leak.
 
     Args:
-        ranks: Processes on this machine; 0 is one each GPU, and without GPUs as many as the settings need.
-        hostfile: A file with a line `HOST slots=N` for each machine, which are reached over ssh.
+        ranks: Processes on this machine; 0 is one per GPU, and without GPUs as many as the settings need.
+        hostfile: File with a line `HOST slots=N` per machine; these are reached over ssh.
     """
     from launcher.config.load import load_run_config
     from launcher.verification.probes import without_probe
@@ -85,10 +87,10 @@ def verify(
 
 
 def start(verb: str, script: str, arguments: Sequence[str], *, ranks: int, hostfile: str, needed: int = 1) -> int:
-    """Start the ranks of a verb's script and return their exit code. ``needed`` ranks are the least without GPUs.
+    """Start the ranks for a verb's script and return their exit code. Without GPUs, ``needed`` ranks are the default.
 
-    Raise ConfigError for both ``ranks`` and ``hostfile`` and in a rank, and ClusterError for an unusable file and in
-    one of several tasks of a scheduler.
+    Raise ConfigError if both ``ranks`` and ``hostfile`` are given, or inside a rank. Raise ClusterError if the file is
+    unusable, or in one of several scheduler tasks.
     """
     from launcher.cluster.ranks import num_gpus, run_ranks
     from launcher.cluster.scheduler import check_tasks
@@ -109,30 +111,31 @@ def start(verb: str, script: str, arguments: Sequence[str], *, ranks: int, hostf
         raise ConfigError(
             "--ranks: several ranks read no terminal. Give the turns in a file: longctx generate … < F.txt"
         )
+    # Without GPUs to count, the settings determine the ranks.
     if not ranks and _on_cpu(arguments):
         ranks = needed
     ranks = ranks or num_gpus() or needed
-    # The ranks need seconds for their first word: they import torch and DeepSpeed.
+    # Ranks take seconds until their first output, because they import torch and DeepSpeed.
     note(f"Starting {plural(ranks, 'rank')} of {verb} on this machine.")
     return run_ranks(command(verb), script, arguments, ranks)
 
 
 def _names_prompts(arguments: Sequence[str]) -> bool:
-    """Return whether a command line of ``generate`` says what to continue, other than what a terminal types."""
+    """Return True if a ``generate`` command line gives a prompt by text or file, not by standard input."""
     given = [take_flag(list(arguments), name)[1] for name in ("--prompt", "--prompt-file", "--prompts-file")]
     return any(value not in (None, "-") for value in given)
 
 
 def _on_cpu(arguments: Sequence[str]) -> bool:
-    """Return whether ranks are asked to compute on the CPU."""
+    """Return True if the ranks should compute on the CPU."""
     return "cpu" in (take_flag(list(arguments), name)[1] for name in ("--run.device", "--device"))
 
 
 def _run_on_hosts(called: str, hostfile: str, script: str, arguments: Sequence[str]) -> int:
-    """Run ``launcher/script`` on all slots of a hostfile, by deepspeed over ssh; return its exit code.
+    """Run ``launcher/script`` on all slots in a hostfile, by deepspeed over ssh; return its exit code.
 
-    If the file names this machine alone, its ranks are started here. Raise ClusterError for an unusable file or a host
-    that does not answer, and ConfigError for text that a shell on another host would not read literally.
+    If the file contains only this machine, its ranks are started locally. Raise ClusterError for an unusable file or a
+    host that does not answer, and ConfigError for text that a remote shell would not read literally.
     """
     from launcher.cluster.hostfile import is_own_name, read_hostfile
     from launcher.cluster.ranks import ROOT, run_ranks
@@ -143,8 +146,8 @@ def _run_on_hosts(called: str, hostfile: str, script: str, arguments: Sequence[s
     slots = read_hostfile(Path(hostfile))
     if len(slots) == 1 and is_own_name(next(iter(slots)), socket.gethostname()):
         return run_ranks(called, script, arguments, sum(slots.values()))
-    # The program beside this Python, which ranks know by its name. Without --local_rank, which differs between ranks
-    # and which no script reads; and a single other host must not become this machine.
+    # Use the program next to this Python, which ranks find by its name. --local_rank differs between ranks and is read
+    # by no script. Without --force_multi, deepspeed would start the ranks for a single remote host on this machine.
     starter = [str(Path(sys.executable).parent / "deepspeed"), "--no_local_rank", "--force_multi"]
     starter += ["--hostfile", hostfile, str(ROOT / "launcher" / script)]
     check_deepspeed_line(starter, arguments)
@@ -156,6 +159,6 @@ def _run_on_hosts(called: str, hostfile: str, script: str, arguments: Sequence[s
         )
     stop = Stop()
     with stop.listening():
-        # A supervisor of this process looks for the ranks in its session.
+        # A supervisor for this process searches its session for the ranks.
         code, _ = run_command(starter + list(arguments), stop, own_session=False)
     return code

@@ -1,7 +1,7 @@
 """``longctx VERB``: all commands around a run that need no process group.
 
 A verb is a typed function: its signature defines its options, its docstring their help. Each verb imports its
-dependencies when it runs, so that ``--help`` answers at once.
+dependencies when it runs, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ from longctx.untrusted.reading import shown
 
 @dataclass(frozen=True)
 class Verb:
-    """Function of the command line, with the options of its examples."""
+    """CLI function with example options."""
 
     run: Callable[..., int | None]
     examples: tuple[str, ...]
     is_over_ranks: bool = False
-    """Whether its script, of the same name, runs over ranks as well: then it takes --ranks and --hostfile."""
+    """True if the verb's script, which has the same name, also runs over ranks: it then takes --ranks and --hostfile.
+    """
     takes_settings: bool = False
-    """Whether other flags are a run's settings, which it gets as ``settings``."""
+    """True if other flags are a run's settings, passed as ``settings``."""
 
 
 VERBS = {
@@ -159,7 +160,7 @@ VERBS = {
 }
 
 _ALIASES = {"eval": "evaluate", "pretrain": "train"}
-"""Other names of verbs, as other tools have them."""
+"""Verb names from other tools."""
 
 _OVERVIEW = """\
 usage: {program} VERB [OPTIONS]
@@ -186,7 +187,7 @@ _OUR_PACKAGES = ("launcher", "parallel", "data_pipeline", "longctx")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit code. Never raises for an error that a user can cause."""
+    """Run one verb and return its exit code. Never raise for an error that a user can cause."""
     if argv is None:
         argv = sys.argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def main_over_ranks(verb: str, argv: Sequence[str]) -> int:
     """Run a verb on every rank that deepspeed or torchrun started; rank 0 prints. The verb's script calls this."""
-    # Imported here: torch is slow to import, and the single-process help must not wait for it.
+    # Deferred: torch is slow to import, and the single-process help must not wait for it.
     from launcher.config.flags import take_flag, without_local_rank
     from parallel.runtime.launched import environment_rank
 
@@ -224,7 +225,7 @@ def main_over_ranks(verb: str, argv: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     with ExitStack() as stack:
         nowhere = stack.enter_context(Path(os.devnull).open("w"))
-        # Results, help and command line errors are the same on every rank.
+        # Results, help and command line errors are the same on every rank, so only rank 0 prints them.
         if rank != 0:
             stack.enter_context(redirect_stdout(nowhere))
         with ExitStack() as parsing:
@@ -238,14 +239,14 @@ def main_over_ranks(verb: str, argv: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
-    """Return the verb of a command line with its options bound. After printing help or an error, raise SystemExit."""
+    """Parse a command line into a verb with bound options. After printing help or an error, raise SystemExit."""
     arguments = [_ALIASES.get(arguments[0], arguments[0]), *arguments[1:]] if arguments else []
     # Try two words before one: `data verify` is not the verb `data`.
     for length in (2, 1):
         name = " ".join(arguments[:length])
         if name in VERBS:
             return _bind(name, arguments[len(name.split()) :])
-    # No verb: help, the version or a mistake, for the full command or a group such as `data`.
+    # No verb: print help, the version or an error, for the full command or for a group such as `data`.
     group, length = "", 1
     if arguments and _verbs_of(arguments[0]):
         group, length = arguments[0], 2
@@ -262,7 +263,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int | None]:
 
 
 def overview(group: str = "") -> str:
-    """Return the help of the full command, or of the verbs that begin with the word ``group``."""
+    """Return help for the full command, or for the verbs in ``group``."""
     rows = [[f"  {name}", (VERBS[name].run.__doc__ or "").splitlines()[0]] for name in _verbs_of(group)]
     verbs = "\n".join(table(["", ""], rows).splitlines()[1:])
     if group:
@@ -271,7 +272,8 @@ def overview(group: str = "") -> str:
 
 
 def _flags_of(name: str) -> list[str]:
-    """Return the options of a verb, and the settings it takes, as its help has them."""
+    """List the options in a verb's help, and the settings it takes."""
+    # The help lists exactly the flags that tyro accepts.
     with redirect_stdout(io.StringIO()) as out, suppress(SystemExit):
         _bind(name, ["--help"])
     found = re.findall(r"^\W*(--[a-z][\w.-]*)", out.getvalue(), re.M)
@@ -287,7 +289,7 @@ def _flags_of(name: str) -> list[str]:
 
 
 def _verbs_of(group: str) -> list[str]:
-    """Return the two-word verbs that begin with ``group``; all verbs if it is empty."""
+    """Return the two-word verbs in ``group``; all verbs if it is empty."""
     return [name for name in VERBS if not group or name.startswith(f"{group} ")]
 
 
@@ -295,7 +297,8 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
     """Return the verb with its options bound. After printing its help or an error, raise SystemExit."""
     verb = VERBS[name]
 
-    # tyro calls the function it parses for. The verb must run later, outside of the handling of wrong usage.
+    # tyro calls the function it parses for. This one only binds: the verb must run later, outside the handling of usage
+    # errors.
     @functools.wraps(verb.run)
     def bound(*positional, **options) -> functools.partial[int | None]:
         return functools.partial(verb.run, *positional, **options)
@@ -309,7 +312,7 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
         except ConfigError as error:
             _complain(called, str(error), "shows what it takes, with an example.")
         if ranks is not None or hostfile is not None:
-            # Wrong usage is reported here, once.
+            # Report usage errors here, once, before any rank starts.
             _bind(name, rest)
             return functools.partial(train.start, name, f"{name}.py", rest, ranks=count, hostfile=hostfile or "")
     # tyro wraps its messages, which would split a long path to Python, so only the help shows it.
@@ -335,7 +338,7 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
             if not verb.takes_settings:
                 return tyro.cli(bound, prog=prog, args=arguments, config=markers)
             call, settings = tyro.cli(bound, prog=prog, args=arguments, config=markers, return_unknown_args=True)
-            # Arguments that are not options of the verb are settings, which are checked when all settings are read.
+            # Arguments that are not options of the verb are settings, validated when all settings are read.
             return functools.partial(call.func, **{**call.keywords, "settings": tuple(settings)})
     except SystemExit as end:
         if not end.code:
@@ -354,14 +357,14 @@ def _bind(name: str, arguments: Sequence[str]) -> Callable[[], int | None]:
 
 
 def _config_of(arguments: Sequence[str]) -> str | None:
-    """Return the file or recipe that ``--config`` names; None if there is none."""
+    """Return the file or recipe given by ``--config``, or None."""
     named = [arguments[at + 1] for at, word in enumerate(arguments[:-1]) if word == "--config"]
     named += [word.partition("=")[2] for word in arguments if word.startswith("--config=")]
     return next(iter(named), None)
 
 
 def _number(flag: str, value: str | None) -> int:
-    """Return the value of a flag, 0 if it was not given; raise ConfigError unless it is a number."""
+    """Parse a flag's value; 0 if unset. Raise ConfigError unless it is a number."""
     if value is None:
         return 0
     if not value.isdecimal():
@@ -370,7 +373,7 @@ def _number(flag: str, value: str | None) -> int:
 
 
 def _complain_of_verb(group: str, given: str) -> NoReturn:
-    """Report a missing or unknown verb, and list the known ones."""
+    """Report a missing or unknown verb and list the known ones."""
     known = _verbs_of(group)
     close = difflib.get_close_matches(given, known, cutoff=0.5)
     if given == group:
@@ -383,7 +386,7 @@ def _complain_of_verb(group: str, given: str) -> NoReturn:
 
 
 def _complain(called: str, complaint: str, offer: str) -> NoReturn:
-    """Report an error in a command line and exit with the code of wrong usage."""
+    """Report a command line error and exit with the usage error code."""
     note(f"{called}: {complaint}\n`{called} --help` {offer}")
     raise SystemExit(WRONG_USAGE)
 
@@ -393,7 +396,7 @@ def explained(verb: Callable[[], int | None]) -> int:
     try:
         return verb() or DONE
     except ModuleNotFoundError as error:
-        # A missing module of our own is a bug, and keeps its traceback.
+        # A missing module in our own packages is a bug and keeps its traceback.
         if (error.name or "").partition(".")[0] in _OUR_PACKAGES:
             raise
         raise LongCtxError(
@@ -401,7 +404,7 @@ def explained(verb: Callable[[], int | None]) -> int:
             "`make setup` and .venv/bin/python."
         ) from error
     except OSError as error:
-        # Without a file name it is not a user's mistake that we could explain.
+        # Without a file name it is no user mistake, so keep the traceback.
         if error.filename is None:
             raise
         raise LongCtxError(f"{error.filename}: {error.strerror}.") from error

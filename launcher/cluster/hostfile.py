@@ -1,7 +1,7 @@
-"""Hostfile of a run: found, read strictly, and compared with the ranks that were actually started.
+"""A run's hostfile: find it, parse it strictly, and compare it with the ranks that were started.
 
-The deepspeed launcher warns about a missing hostfile and then runs on one machine. It also accepts host names that a
-shell or ssh would read as options. Both are errors here.
+The deepspeed launcher only warns about a missing hostfile and then runs on one machine. It also accepts host names that
+a shell or ssh would read as options. Both are errors here.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from longctx.untrusted.reading import read_bounded, shown
 
 # No leading dash: ssh would read such a host as an option.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
-# Line ends for Python but not for deepspeed, and control characters of a terminal.
+# Characters that end a line in Python but not in deepspeed, and terminal control characters.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029]")
 _MARK = "\ufeff"
 _MOST_BYTES = 4 * 2**20
 DEFAULT_HOSTFILE = Path("/job/hostfile")
-"""Where the deepspeed command looks for a hostfile, without a word, when it is given none."""
+"""Hostfile that the deepspeed command reads, without a message, if it is given no other."""
 FILTERS = ("--include", "--exclude", "-i", "-e", "--num_nodes", "--num_gpus", "--num_accelerators")
-"""Flags of the deepspeed command that start fewer ranks than the hostfile has slots."""
+"""deepspeed flags that start fewer ranks than the hostfile has slots."""
 _MOST_SLOTS = 4096
 
 
 def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None = None) -> None:
     """Raise ClusterError unless ``run.hostfile`` is readable and its slots equal the number of ranks.
 
-    ``setting`` is a path, "launcher" for the --hostfile of the deepspeed command that started this process (without
-    one, the check is skipped), or "none". ``command`` is that command line, by default found among the parent
+    ``setting`` is a path; "launcher" for the --hostfile in the deepspeed command that started this process (without
+    one, the check is skipped); or "none". ``command`` is that command line, by default found among the parent
     processes.
     """
     if setting == "none":
@@ -47,7 +47,7 @@ def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None 
     if path is None:
         return
     slots = read_hostfile(Path(path))
-    # With a filter the user starts fewer ranks on purpose.
+    # A filter starts fewer ranks on purpose.
     filtered = any(argument.split("=")[0] in FILTERS for argument in command)
     if not filtered and sum(slots.values()) != world_size:
         hosts = ", ".join(f"{host} slots={n}" for host, n in slots.items())
@@ -59,7 +59,7 @@ def check_hostfile(setting: str, world_size: int, command: Sequence[str] | None 
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return the slots of each host. Raise ClusterError with the line number if a line is not ``HOST slots=N``."""
+    """Parse the slots per host. Raise ClusterError with the line number if a line is not ``HOST slots=N``."""
     try:
         text = read_bounded(path, _MOST_BYTES).decode()
     except FileNotFoundError as error:
@@ -75,7 +75,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
             "Save it as UTF-8 without BOM."
         )
     slots: dict[str, int] = {}
-    # As deepspeed reads it: lines may end as on Windows.
+    # Split lines as deepspeed does, also at Windows line ends.
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         strange = _CONTROL.search(line)
         if strange is not None:
@@ -93,7 +93,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def is_own_name(host: str, own_name: str) -> bool:
-    """Return whether a host of a hostfile is this machine, ``own_name``, without asking the network."""
+    """Return True if a host in a hostfile is this machine, ``own_name``, without a network query."""
     return host in ("localhost", own_name, own_name.partition(".")[0]) or host.startswith("127.")
 
 
@@ -106,7 +106,7 @@ def check_host_name(host: str) -> None:
 
 
 def launcher_command() -> list[str]:
-    """Return the command line of the deepspeed launcher among this process's ancestors; empty if there is none."""
+    """Return the command line of the deepspeed launcher among this process's ancestors; empty without one."""
     try:
         for parent in psutil.Process().parents():
             command = parent.cmdline()
@@ -114,7 +114,7 @@ def launcher_command() -> list[str]:
             if any(Path(a).name in ("deepspeed", "ds") or a == "deepspeed.launcher.runner" for a in command[:4]):
                 return _own_arguments(command)
     except psutil.Error:
-        # A parent that has ended, or that we may not inspect, is not our launcher.
+        # A parent that has ended, or that may not be inspected, is not our launcher.
         pass
     return []
 
@@ -129,7 +129,7 @@ def _own_arguments(command: list[str]) -> list[str]:
 
 
 def flag_value(command: Sequence[str], names: tuple[str, ...]) -> str | None:
-    """Return the value of a flag with one of these names, after a space or a ``=``."""
+    """Return the value after a flag with one of these names, separated by a space or a ``=``; None without one."""
     for index, argument in enumerate(command):
         flag, _, value = argument.partition("=")
         if flag not in names:
@@ -143,7 +143,7 @@ def flag_value(command: Sequence[str], names: tuple[str, ...]) -> str | None:
 
 
 def _parse_line(fields: list[str], where: str) -> tuple[str, int]:
-    """Return host and slots of a line. If it is malformed, raise ClusterError with its place ``where``."""
+    """Parse a line into host and slots. Raise ClusterError, with the place ``where``, if it is malformed."""
     match = None
     if len(fields) == 2 and _HOST.fullmatch(fields[0]):
         match = re.fullmatch(r"slots=([0-9]{1,6})", fields[1])

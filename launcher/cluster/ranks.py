@@ -1,8 +1,8 @@
-"""Start of a script's ranks on this machine, by this process alone.
+"""Start a script's ranks on this machine, from this process alone.
 
-Each rank is a process in a group of its own: a terminal's Ctrl-C reaches only this process, which forwards it to the
-ranks. They save, say so, and end with one exit code, which becomes this process's own. They stay in this process's
-session, where `longctx run` finds them if this process is killed.
+Each rank is a process in its own group: a terminal's Ctrl-C reaches only this process, which forwards it to the ranks.
+They save, report, and end with one exit code, which becomes this process's own. They stay in this process's session, so
+that `longctx run` finds them if this process is killed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from parallel.runtime.listening import free_port
 from parallel.runtime.parents import STARTER
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The folder of the four packages, in a checkout or among the installed ones."""
+"""Folder with the four packages, in a checkout or among installed packages."""
 _POLL_SECONDS = 0.1
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the environment of one of ``ranks`` ranks of this machine, which meet at ``port``."""
+    """Build the environment for one rank on this machine; the ranks' rendezvous is at ``port``."""
     return {
         **os.environ,
         "RANK": str(rank),
+        # deepspeed's launcher sets LOCAL_SIZE, torchrun sets LOCAL_WORLD_SIZE; libraries may read either.
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_SIZE": str(ranks),
@@ -43,17 +44,16 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def run_ranks(command: str, script: str, arguments: Sequence[str], ranks: int) -> int:
-    """Run ``launcher/script`` on ``ranks`` ranks to their end; return the exit code of the first that ended otherwise.
+    """Run ``launcher/script`` on ``ranks`` ranks to their end; return the first nonzero exit code, otherwise 0.
 
-    ``command`` is the verb as its user typed it, which messages repeat. Raise LongCtxError if a process cannot be
-    started.
+    ``command`` is the verb as the user typed it, for messages. Raise LongCtxError if a process cannot be started.
     """
     words = [sys.executable, str(ROOT / "launcher" / script)]
     words.extend(arguments)
     port, stop, started = free_port(), Stop(), list[subprocess.Popen[bytes]]()
-    # Inherited by the ranks: `stty tostop` would suspend a group in the background that writes to its terminal.
+    # Inherited by the ranks: under `stty tostop`, a background group is suspended when it writes to its terminal.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    # A group in the background may not read its terminal; a file or a pipe may be read by the rank that reads.
+    # A background group may not read its terminal; a file or a pipe is passed on to the rank that reads it.
     given = None
     if sys.stdin is not None and sys.stdin.isatty():
         given = subprocess.DEVNULL
@@ -66,7 +66,8 @@ def run_ranks(command: str, script: str, arguments: Sequence[str], ranks: int) -
                 leaders.append(started[-1].pid)
             with stop.meaning(leaders):
                 code = _wait(started)
-                # What is left if a rank was killed: the others, and their workers. A second signal does not wait.
+                # Remaining processes if a rank was killed: its peers, and their workers. A second signal ends them at
+                # once.
                 end_all(leaders)
                 return code
         except OSError as error:
@@ -76,10 +77,10 @@ def run_ranks(command: str, script: str, arguments: Sequence[str], ranks: int) -
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs of this machine that ranks would use."""
+    """Return how many GPUs on this machine the ranks would use."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return 0
-    import torch  # half of a second, which a start with --ranks does without
+    import torch  # takes half a second, which a start with --ranks saves
 
     if not torch.cuda.is_available():
         return 0
@@ -87,12 +88,13 @@ def num_gpus() -> int:
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all processes; return the first exit code that is not 0, and do not wait for others after a failure."""
+    """Wait for all processes; return the first nonzero exit code. After a failure, wait for a limited time only."""
     first, since = DONE, 0.0
     while None in (codes := [process.poll() for process in started]):
         failed = [code for code in codes if code]
         if first == DONE and failed:
-            # A rank that failed has told the others, which end by themselves; those that have not met yet do not.
+            # A failed rank notifies the others, which end by themselves; ranks before the rendezvous cannot be
+            # notified.
             first, since = failed[0], time.monotonic()
         is_failure = first not in (DONE, STOPPED, NOT_IN_STORE)
         if is_failure and time.monotonic() - since > 2 * HEAD_START_SECONDS:

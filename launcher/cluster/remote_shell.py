@@ -1,10 +1,10 @@
-"""Check of the command line that ``deepspeed`` passes to shells on other machines, before it is started.
+"""Check the command line that ``deepspeed`` passes to shells on other machines, before it is started.
 
 Over several hosts ``deepspeed`` joins the full line with spaces and gives it to ``pdsh``, which gives it to a shell on
 every host: the working directory, the exported variables, the script and its arguments, all unquoted (0.19.8,
 ``multinode_runner.py``; an argument with a space is put in double quotes, in which ``$(…)`` still runs). On one machine
-it starts ranks without a shell. Text that a shell would not read literally is therefore refused here, and input that
-comes from a file instead is read strictly.
+it starts ranks without a shell. Text that a shell would not read literally is therefore rejected here, and input from
+files is parsed strictly.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from longctx.untrusted.reading import read_bounded, shown
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
 _PLAIN_WORDS = re.compile(r"[A-Za-z0-9_@+=:,./ -]+")
 _REFERENCE = r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
+# A variable's value: plain characters, $NAME or ${NAME}, and quoted text. Command substitution is excluded, as is %.
 _VALUE = re.compile(
     rf"""(?:[A-Za-z0-9_@+=:,./-]|{_REFERENCE}|'[^'%\x00-\x1f]*'|"(?:[^"%`$\\\x00-\x1f]|{_REFERENCE})*")*""", re.ASCII
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "NEBULA")
-"""How the names of variables begin that ``deepspeed`` exports to other machines."""
+"""Name prefixes of variables that ``deepspeed`` exports to other machines."""
 _MOST_BYTES = 2**20
 _CHECKED = {
     "--master_addr": "the name or address of a host",
@@ -40,17 +41,17 @@ _CHECKED = {
     "--venv_script": "a path",
     "--launcher_args": "options of pdsh",
 }
-"""Options of ``deepspeed`` whose values a shell or ssh reads, and what each is."""
+"""``deepspeed`` options with values that a shell or ssh reads, and each value's expected form."""
 
 
 def check_deepspeed_line(starter: Sequence[str], arguments: Sequence[str]) -> None:
-    """Check a line that starts with ``deepspeed``: its hosts, its environment files, and text that a shell would read.
+    """Check a line that starts with ``deepspeed``: hosts, environment files, and text that a shell would read.
 
-    ``starter`` is everything up to and including the script; ``arguments`` are the script's. Other starters are not
+    ``starter`` is everything up to and including the script; ``arguments`` are the script's. Other launchers are not
     checked: torchrun and srun start ranks without a shell.
 
-    Raise ClusterError for an unusable hostfile, and ConfigError for text that a shell on another machine would not read
-    literally. No process is started before this check.
+    Raise ClusterError for an unusable hostfile, and ConfigError for text that a remote shell would not read literally.
+    Call this before any process is started.
     """
     if not any(Path(word).name in ("deepspeed", "ds") or word == "deepspeed.launcher.runner" for word in starter):
         return
@@ -63,6 +64,7 @@ def check_deepspeed_line(starter: Sequence[str], arguments: Sequence[str]) -> No
         hosts = len(read_hostfile(Path(hostfile)))
     for option, what in _CHECKED.items():
         _check_option(option, options.get(option), what)
+    # With one host deepspeed uses no shell, unless --force_multi, or a prefix of it, is given.
     if hosts == 1 and not any(len(word) > 2 and "--force_multi".startswith(word) for word in starter):
         return
     for path in environment_files():
@@ -79,7 +81,7 @@ def check_deepspeed_line(starter: Sequence[str], arguments: Sequence[str]) -> No
 
 
 def environment_files(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the files of ``KEY=VALUE`` lines that deepspeed reads, in its order: later ones win."""
+    """Return the files with ``KEY=VALUE`` lines that deepspeed reads, in its order: later ones win."""
     name = environment.get("DS_ENV_FILE", ".deepspeed_env")
     found: list[Path] = []
     for folder in (Path.home(), Path.cwd()):
@@ -90,7 +92,7 @@ def environment_files(environment: Mapping[str, str] = os.environ) -> list[Path]
 
 
 def check_environment_file(path: Path) -> None:
-    """Raise ConfigError unless each line of a file is ``KEY=VALUE`` with a value in which a shell runs no command."""
+    """Raise ConfigError unless each line in a file is ``KEY=VALUE`` with a value in which a shell runs no command."""
     try:
         text = read_bounded(path, _MOST_BYTES).decode()
     except (OSError, ValueError) as error:
@@ -108,7 +110,7 @@ def check_assignment(line: str, where: str) -> None:
             "deepspeed takes every line for an assignment: remove empty lines, comments and `export`."
         )
     if not _VALUE.fullmatch(value):
-        # The value may be a secret.
+        # Do not show the value: it may be a secret.
         raise _refusal(
             f"{where}: the value of {name}",
             "A value may be in single quotes, and may refer to variables there, as in PATH=/opt/bin:$PATH.",
@@ -116,9 +118,9 @@ def check_assignment(line: str, where: str) -> None:
 
 
 def _options(starter: Sequence[str]) -> dict[str, str]:
-    """Return the checked options of the starter with their values: after a space, after a ``=``, or ``-Hvalue``.
+    """Parse the starter's checked options and their values: after a space, after a ``=``, or ``-Hvalue``.
 
-    As in Python's argparse, a prefix of an option's name stands for the name.
+    As in Python's argparse, a prefix stands for the full option name.
     """
     found: dict[str, str] = {}
     for word, behind in zip(starter, [*starter[1:], ""], strict=True):

@@ -1,6 +1,6 @@
-"""Refuse tasks that srun or mpirun started without telling them their ranks.
+"""Reject tasks that srun or mpirun started without assigning ranks.
 
-Such a task sees neither RANK nor WORLD_SIZE, so each would train alone, and all of them would write one run folder.
+Such a task sees neither RANK nor WORLD_SIZE, so each task would train alone, and all would write one run folder.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def check_tasks(
 ) -> None:
     """Raise ClusterError, with a working command, in one of several srun or mpirun tasks without a RANK.
 
-    ``hostfile`` is ``run.hostfile``: "none" lets each task be a run of its own. ``arguments`` are those of the script.
+    ``hostfile`` is ``run.hostfile``: "none" lets each task be its own run. ``arguments`` are the script's.
     """
     if "RANK" in environment:
-        # torchrun, started by mpirun: DeepSpeed would compare the index of torchrun's task with this rank.
+        # mpirun started torchrun: DeepSpeed would compare torchrun's task index with this rank.
         environment.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
         return
     if hostfile == "none":
         return
-    # A step's own number comes first: SLURM_NTASKS is that of the full job.
+    # A job step's own number comes first: SLURM_NTASKS counts the full job.
     tasks = _first_number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if tasks > 1:
         nodes = max(1, _first_number(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
@@ -47,8 +47,8 @@ def check_tasks(
 def _refusal(
     starter: str, tasks: int, task: str, line: str, environment: MutableMapping[str, str], script: str
 ) -> ClusterError:
-    """Return the error of one task; tasks other than the first leave the report to it."""
-    # After this, RANK is only read to report this error.
+    """Build one task's error; tasks other than the first leave the report to it."""
+    # From here on, RANK is only read to report this error.
     environment["RANK"] = task
     alone = "train alone, on the same data and"
     if script != SCRIPT:
@@ -61,7 +61,7 @@ def _refusal(
 
 
 def _first_number(environment: MutableMapping[str, str], *names: str) -> int:
-    """Return the value of the first of these variables that is set to a non-negative integer; 0 if none is."""
+    """Return the first of these variables that is set to a non-negative integer; 0 if all are unset or invalid."""
     for name in names:
         value = environment.get(name, "")
         if value.isdigit():

@@ -1,4 +1,4 @@
-"""Processes in sessions or groups of their own: signals reach the ranks among them, and none is left behind."""
+"""Processes in sessions or groups of their own: forward signals to their ranks, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import psutil
 from longctx.errors import LongCtxError
 
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that mean the training, and not who supervises it."""
+"""Signals meant for the training, not for its supervisor."""
 _RANK = "RANK"
-"""The variable by which every launcher tells a rank its number."""
+"""Variable in which every launcher passes a rank its number."""
 _POLL_SECONDS = 0.2
 _LEAVE_SECONDS = 120.0
-"""How long what is left of an attempt has to end by itself, once it was told to: ranks save before they do."""
+"""Time for an attempt's remaining processes to end after SIGTERM: ranks save first."""
 
 
 class Stop:
-    """Stop request of a user or a scheduler: the first signal, which ends the running attempt."""
+    """Stop request from a user or a scheduler: the first signal, which ends the running attempt."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """The first one that came."""
+        """The first signal received."""
         self._leaders: Sequence[int] = ()
 
     @contextmanager
@@ -47,7 +47,7 @@ class Stop:
         """Forward signals to the processes of these sessions or groups while this context is active."""
         self._leaders = leaders
         if self.signal is not None:
-            # The signal came before there was an attempt to forward it to.
+            # The signal arrived before there was an attempt to forward it to.
             self._hand_on(self.signal)
         try:
             yield
@@ -55,7 +55,7 @@ class Stop:
             self._leaders = ()
 
     def wait(self, seconds: float) -> bool:
-        """Sleep for ``seconds`` or until a signal comes; return True if one came before or meanwhile."""
+        """Sleep for ``seconds`` or until a signal arrives; return True if one has arrived."""
         end = time.monotonic() + seconds
         while self.signal is None and time.monotonic() < end:
             time.sleep(min(_POLL_SECONDS, max(end - time.monotonic(), 0.0)))
@@ -72,16 +72,18 @@ class Stop:
 
     def _hand_on(self, number: int) -> None:
         members = _members(self._leaders)
-        # Only to the ranks, if they run here: they save, and their launchers end when they do. A launcher that gets
-        # Ctrl-C as well prints a traceback, and one that gets SIGTERM kills its ranks half a minute later.
+        # Only to the ranks, if they run here: they save, and their launchers end when they do. A launcher that receives
+        # Ctrl-C as well prints a traceback, and one that receives SIGTERM kills its ranks half a minute later.
         if number != signal.SIGKILL:
             members = _ranks(members) or members
         for process in members:
             _send(process, number)
 
 
+# Found by session and group, not by parent: an orphaned rank gets a new parent but keeps its session. Ids are read anew
+# at each call, because processes start and end meanwhile.
 def _members(leaders: Sequence[int]) -> list[psutil.Process]:
-    """Return the running processes of sessions or groups that these processes began, including them."""
+    """Return the running processes in sessions or groups led by these processes, including the leaders."""
     found = []
     for number in psutil.pids():
         try:
@@ -90,14 +92,14 @@ def _members(leaders: Sequence[int]) -> list[psutil.Process]:
             if belongs and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (ProcessLookupError, PermissionError, psutil.Error):
-            # It has ended meanwhile, or is not ours.
+            # It has ended meanwhile, or belongs to another user.
             continue
     return found
 
 
 def _ranks(members: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes to which a launcher has given a rank; none if that cannot be determined."""
-    # Descendants of a rank inherit the variable, and so does this process if a rank started it.
+    """Return the processes to which a launcher assigned a rank; empty if that cannot be determined."""
+    # A rank's descendants inherit the variable, and so does this process if a rank started it.
     if _RANK in os.environ:
         return []
     parents: dict[int, int] = {}
@@ -110,12 +112,12 @@ def _ranks(members: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 def end_all(leaders: Sequence[int]) -> int:
-    """End what remains of sessions or groups, since killed launchers leave their ranks. Return how many that was."""
+    """End all processes left in sessions or groups, because killed launchers leave their ranks; return their number."""
     left = _members(leaders)
     for process in left:
         _send(process, signal.SIGTERM)
     _, alive = psutil.wait_procs(left, timeout=_LEAVE_SECONDS)
-    # Also processes that these started meanwhile.
+    # Include processes that these started meanwhile.
     for process in {*alive, *_members(leaders)}:
         _send(process, signal.SIGKILL)
     return len(left)
@@ -130,10 +132,10 @@ def _send(process: psutil.Process, number: int) -> None:
 def run_command(words: Sequence[str], stop: Stop, *, own_session: bool = True) -> tuple[int, int]:
     """Run a command to its end, with output to our own streams.
 
-    In a session of its own all descendants are found again, also those with groups of their own; otherwise it gets a
-    group of this process's session, where a supervisor of this process finds it. Return its exit code (128 and the
-    signal's number if one ended it), and the number of processes that it had left behind. Raise LongCtxError if it
-    cannot be started.
+    Return its exit code (128 plus the signal's number if one ended it), and how many processes it left behind. With
+    ``own_session``, all descendants can be found again, even those in groups of their own; otherwise the command gets a
+    group in this process's session, so that this process's supervisor finds it. Raise LongCtxError if it cannot be
+    started.
     """
     # A terminal's Ctrl-C reaches only this process.
     apart: dict[str, Any] = {"start_new_session": True}

@@ -1,7 +1,7 @@
 """``Stop``: a request to end a run before its last step; it ends the process if a save is no longer possible.
 
-A signal, a time limit or a lost launcher only records the request here. The run checks for it after each step, on all
-ranks together (``launcher/training/stopping.py``).
+A signal, a time limit or a lost launcher only records the request here. After each step, all ranks check for it
+together (``launcher/training/stopping.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parallel.runtime.watch.last_words import end_process, say
 
 Kind = Literal["signal", "max_seconds", "launcher"]
 LAUNCHER: Kind = "launcher"
-"""The reason that nobody has asked for."""
+"""The only stop reason that is not a request."""
 
 
 class Signalled(KeyboardInterrupt):
@@ -43,15 +43,15 @@ class Reason:
 
     kind: Kind
     what: str
-    """In words that end a sentence."""
+    """Cause, worded as the end of a sentence."""
     rank: int
     host: str
     time: float
-    """Seconds since 1970."""
+    """Unix time."""
 
     @classmethod
     def here(cls, kind: Kind, what: str) -> Reason:
-        """Build a reason of this rank at the current time."""
+        """Build a reason on this rank at the current time."""
         return cls(kind=kind, what=what, rank=_rank(), host=socket.gethostname(), time=time.time())
 
     def words(self) -> str:
@@ -64,21 +64,21 @@ class Stop:
     """Request for this process to stop, with its reason."""
 
     def __init__(self) -> None:
-        # Defaults: a process watches its launcher before it has read its settings, which set both values.
+        # Defaults until the settings are read, because a process watches its launcher before that.
         self.max_seconds = 0.0
-        """Of the process since its start; 0 for no limit."""
+        """Time limit since the process started; 0 for no limit."""
         self.orphan_seconds = 10.0
-        """Until a run whose launcher is gone begins to save."""
+        """Time in which a run without its launcher must start to save."""
         self._began = psutil.Process().create_time()
         self._steps_have_begun, self._interrupts = False, 0
         self._agreed = threading.Event()
         self._launchers: list[Launcher] = []
         self.saving = threading.Lock()
-        """Held while a checkpoint is written: nobody ends the process meanwhile."""
+        """Held while a checkpoint is written, so that the process is not ended meanwhile."""
         self.step_seconds = self.save_seconds = 0.0
-        """What the last ones took."""
+        """Durations of the last step and the last save."""
         self.reason: Reason | None = None
-        """The first one; None as long as nobody asks."""
+        """The first request's reason; None until a stop is requested."""
 
     @property
     def reserve_seconds(self) -> float:
@@ -86,10 +86,10 @@ class Stop:
         return self.step_seconds + self.save_seconds
 
     def listen(self) -> None:
-        """Install the signal handlers. The main thread calls this after the watch over the ranks has started.
+        """Install the signal handlers. Called in the main thread after the watchdog over the ranks has started.
 
         Before the first step a signal ends the current work; from ``begin_steps`` on it requests a stop. Signals that
-        the process was started without (by nohup, or by a shell's &) stay ignored.
+        were ignored when the process started (by nohup, or by a shell's &) stay ignored.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -110,7 +110,7 @@ class Stop:
             self.reason = reason
 
     def is_asked(self) -> bool:
-        """Return whether this rank wants to stop."""
+        """Return True if this rank wants to stop."""
         if self.max_seconds and time.time() - self._began + self.reserve_seconds > self.max_seconds:
             self.ask(Reason.here("max_seconds", f"run.max_seconds={self.max_seconds:g} is nearly over"))
         return self.reason is not None
@@ -124,6 +124,7 @@ class Stop:
         lost = f"{launcher} is gone"
         self.ask(Reason.here(LAUNCHER, lost))
         how = "before the first step: there was nothing to save"
+        # Ranks can only stop together, after a step. If they agree in time, the run ends with a save, as on a signal.
         if self._steps_have_begun:
             if self._agreed.wait(self.orphan_seconds):
                 return
@@ -131,13 +132,14 @@ class Stop:
                 f"without a save: its step took longer than run.orphan_seconds={self.orphan_seconds:g}.\n"
                 "Go on from the newest checkpoint with --run.resume latest"
             )
+        # A checkpoint that is being written is finished first.
         with self.saving:
             end_for(f"{lost[0].upper()}{lost[1:]}, so rank {_rank()} on {socket.gethostname()} ended {how}.")
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         asked, member = signal.Signals(number), watching()
         if member is not None and member.is_ending:
-            # The launcher ends the remaining ranks. The watch uses SIGINT to stop this thread.
+            # The launcher ends the remaining ranks. The watchdog uses SIGINT to stop this thread.
             if asked == signal.SIGINT:
                 raise KeyboardInterrupt
             return
@@ -147,12 +149,12 @@ class Stop:
             raise Signalled(asked)
         if asked == signal.SIGINT:
             self._interrupts += 1
-            # If ranks are watched, the watch has received it too, regardless of this thread's state.
+            # If ranks are watched, the watchdog has received it too, regardless of this thread's state.
             if self._interrupts > 1:
                 end_process(INTERRUPTED)
         gone = None
         if asked == signal.SIGTERM:
-            # A supervisor sends it to ranks that have lost their launcher, and may notice the loss first.
+            # A supervisor sends SIGTERM to ranks that have lost their launcher, and may notice the loss first.
             gone = next((launcher for launcher in self._launchers if launcher.is_gone()), None)
         if gone is not None:
             self.ask(Reason.here(LAUNCHER, f"{gone} is gone"))
@@ -167,7 +169,7 @@ def end_for(text: str, code: int = FAILED) -> None:
         say(text)
         end_process(code)
     member.end_for(Failure(rank=_rank(), code=code, text=text))
-    # The watch ends this process, unless the connection to the hub is lost as well.
+    # The watchdog ends this process, unless the connection to the coordinator is lost as well.
     time.sleep(4.0)
     end_process(code)
 

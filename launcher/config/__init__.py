@@ -1,1 +1,1 @@
-"""All settings of a run: defaults, then a TOML file, then flags. Strict, frozen, checked once."""
+"""All settings for a run: defaults, then a TOML file, then flags. Strict, frozen, checked once."""

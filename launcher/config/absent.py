@@ -1,4 +1,4 @@
-"""Keys that a run does not have: those of earlier versions and of other trainers, and what to write in their place."""
+"""Keys from earlier versions and other trainers that a run does not have, and their replacements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ABSENT = {
     "zero.mics_shard_size": _NO_MICS,
     "zero.mics_hierarchical_params_gather": _NO_MICS,
 }
-"""Keys of earlier versions and of DeepSpeed. The nearest known name would mislead."""
+"""Keys from earlier versions and DeepSpeed for which the nearest known name would mislead."""
 
 _TOKENS = "train.tokens_per_step is all tokens of a step; as many micro-batches follow as that takes"
 _DTYPE = 'train.dtype is "bfloat16" or "float32", without loss scaling'
@@ -95,20 +95,20 @@ _ELSEWHERE = {
     "pipeline_model_parallel_size": _NO_TENSOR,
     "pipeline_parallel_degree": _NO_TENSOR,
 }
-"""Words of transformers, DeepSpeed, Megatron-LM, torchtitan and Axolotl, and ours."""
+"""Names in transformers, DeepSpeed, Megatron-LM, torchtitan and Axolotl, and ours."""
 
 
 def refuse_absent(names: Collection[str], known: Collection[str]) -> None:
-    """Raise ConfigError if one of these keys is no key of ours, and it is known what to write in its place.
+    """Raise ConfigError if one of these keys does not exist here and its replacement is known.
 
-    ``known`` are all keys with their sections. Of a name that another trainer has, any section before it is ignored.
+    ``known`` are all keys with their sections. For a name from another trainer, any section before it is ignored.
     """
     for name in sorted(names):
         if name in _ABSENT:
             raise ConfigError(f"there is no key {name}: {_ABSENT[name]}")
         ours = _ELSEWHERE.get(name.rpartition(".")[2])
         if ours is not None and name not in known:
-            # A key alone, perhaps with what it takes, or a sentence.
+            # A single key, perhaps with its values; otherwise a sentence.
             if re.match(r"[a-z]+\.[a-z_]+(,|$)", ours):
                 ours = f"it is {ours}"
             raise ConfigError(f"there is no key {name} here: {ours}.\n`longctx train --help all` has all keys.")

@@ -1,4 +1,4 @@
-"""Rules between keys of a config, and between them and the number of ranks."""
+"""Rules between config keys, and between keys and the number of ranks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from parallel.schedule.heads import check_heads
 def check_run(config: RunConfig, world_size: int) -> None:
     """Raise ConfigError for the first broken rule between fields, or between fields and the world size."""
     _check_finite(config)
+    # With parallel.tokens_per_rank, the ranks and rows per micro-batch follow from it; all rules below apply to the
+    # result.
     config = with_context(config, world_size)
     # Degrees first: the messages of the later rules divide by them.
     check_degrees(
@@ -58,7 +60,8 @@ def check_run(config: RunConfig, world_size: int) -> None:
 
 
 def _valid_degrees(config: RunConfig, world_size: int, name: str, degrees: list[int]) -> list[int]:
-    """Return the degrees of an axis that make a run, if none does those that make one of another step, else all."""
+    """Return degrees that form a valid run; failing that, those valid with another tokens_per_step; or all."""
+    # A degree suggested in an error message should itself start a run, so all rules are tried with each.
     tried = {degree: config.changed({f"parallel.{name}": degree}) for degree in degrees}
     fits = [degree for degree, changed in tried.items() if _is_run(changed, world_size)]
     if fits:
@@ -80,7 +83,9 @@ def _is_run(config: RunConfig, world_size: int) -> bool:
 
 
 def _check_finite(config: RunConfig) -> None:
-    """Raise ConfigError for an infinite or NaN number: TOML has it, comparisons miss it, no checkpoint records it."""
+    """Raise ConfigError for infinite or NaN values: TOML allows them, comparisons miss them, no checkpoint records
+    them.
+    """
     for section in dataclasses.fields(config):
         for key, value in dataclasses.asdict(getattr(config, section.name)).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -105,18 +110,19 @@ _EXPERT_OPTIONS = (
     "model.router_jitter",
     "model.capacity_factor",
 )
-"""Options that a model without experts does not read."""
+"""Options without effect in a model without experts."""
 
 
 def _check_routing(config: RunConfig) -> None:
-    """Raise ConfigError for expert options without experts, or routing files that are both read and written."""
+    """Raise ConfigError for expert options without experts, or for a routing folder that is both read and written."""
+    # An option without effect is an error: its user expects one.
     if not config.model.num_experts:
         _refuse_expert_options(config)
     folders = {key: getattr(config.train, key) for key in ("record_routing", "replay_routing")}
     for key, folder in folders.items():
         if not folder.strip():
             raise ConfigError(f"train.{key}={folder!r} must name a folder. Try {key}=no for none.")
-    # Resolve paths, so that two spellings of one folder are equal.
+    # Resolve paths, so that two spellings of one folder compare equal.
     given = [Path(folder).resolve() for folder in folders.values() if folder != "no"]
     if len(given) != len(set(given)):
         raise ConfigError(
@@ -143,13 +149,13 @@ _STORES = "Try s3://BUCKET/RUN or gs://BUCKET/RUN."
 
 
 def store_place(address: str, key: str = "checkpoint.store") -> ObjectPath:
-    """Return the store folder at ``address``, the value of ``key``. Raise ConfigError if it is not one."""
+    """Parse a store address, the value of ``key``. Raise ConfigError if it is no store folder."""
     if not is_url(address):
         raise ConfigError(f"{key}={address!r} is no URL of a store. {_STORES}")
     try:
         place = locate(address)
     except DataError as error:
-        # The address may contain a secret, which is not shown.
+        # The address may contain a secret, so it is not shown.
         raise ConfigError(f"{key}: {error}") from None
     if not isinstance(place, ObjectPath):
         raise ConfigError(f"{key}={address} is a folder of this machine, which no store is. {_STORES}")
@@ -159,7 +165,7 @@ def store_place(address: str, key: str = "checkpoint.store") -> ObjectPath:
 
 
 def _number(value: int | Literal["auto"], least: int) -> int:
-    """Return the number, or the least of its range if it is "auto"."""
+    """Return the number, or its lower bound ``least`` for "auto"."""
     if value == "auto":
         return least
     return value
@@ -264,7 +270,7 @@ def _check_retention(config: RunConfig) -> None:
             f"checkpoint.keep_best={checkpoint.keep_best} goes by the held-out loss, and validation.rows=0 never "
             "validates. Try validation.rows=16."
         )
-    # Both happen at the last step; earlier checkpoints need a validation too.
+    # At the last step both happen; earlier checkpoints need a validation at their own step.
     if steps and (not validation.every_steps or steps % validation.every_steps):
         raise ConfigError(
             f"checkpoint.keep_best={checkpoint.keep_best} goes by the held-out loss of the weights that are saved, and "
@@ -275,7 +281,7 @@ def _check_retention(config: RunConfig) -> None:
 
 def _check_step(config: RunConfig, world_size: int) -> None:
     """Raise ConfigError unless tokens_per_step is a multiple of one micro-batch on every data rank."""
-    # Micro-batches of tokens_per_rank may differ by a row; ``with_context`` checks their rule.
+    # With tokens_per_rank, micro-batches may differ by a row; ``with_context`` checks that rule.
     if config.parallel.tokens_per_rank:
         return
     data_degree = world_size // config.parallel.context

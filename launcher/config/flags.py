@@ -1,4 +1,4 @@
-"""Flags of a run's command line that are read before the settings."""
+"""Command line flags that are read before the settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from longctx.untrusted.terminal import for_terminal
 
 
 def without_local_rank(argv: Sequence[str]) -> list[str]:
-    """Return the arguments without --local_rank, which the deepspeed launcher adds: each rank finds its own device."""
+    """Return the arguments without --local_rank, which deepspeed's launcher adds and no script reads."""
     return [argument for argument in argv if not argument.startswith("--local_rank")]
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
-    """Return the arguments without ``name VALUE`` or ``name=VALUE``, and the value; dashes stand for underscores."""
+    """Remove ``name VALUE`` or ``name=VALUE``; return the rest and the value. Dashes count as underscores."""
+    # Repeated flags are all removed; the last value wins, as in argparse.
     rest, value, at = [], None, 0
     while at < len(argv):
         if not argv[at].startswith("--") or key_of_flag(argv[at]) != key_of_flag(name):
@@ -33,12 +34,12 @@ def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
 
 
 def key_of_flag(argument: str) -> str:
-    """Return the key of a flag; dashes stand for underscores."""
+    """Return a flag's key; dashes become underscores."""
     return argument.removeprefix("--").split("=", 1)[0].replace("-", "_")
 
 
 def help_topic(argv: list[str]) -> str | None:
-    """Return the section or key that ``--help`` names: empty for all of them, None without ``--help``."""
+    """Return the section or key after ``--help``: empty for all settings, None without ``--help``."""
     for at, argument in enumerate(argv):
         if argument in ("-h", "--help"):
             following = argv[at + 1 : at + 2]

@@ -1,4 +1,4 @@
-"""Help of a run's settings: choices, default and meaning of every key, or of one section's keys."""
+"""Help for a run's settings: choices, default and meaning per key, for all sections or for one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _FIRST = (
     "parallel.context",
     "model.preset",
 )
-"""The keys that most runs set."""
+"""Keys that most runs set."""
 _EXAMPLES = {
     "": (
         f"{_START} --config quickstart",
@@ -68,7 +68,7 @@ _EXAMPLES = {
     "checkpoint": (f"{_START} --config run.toml --checkpoint.every_steps 50 --checkpoint.keep_last 4",),
     "validation": (f"{_START} --config run.toml --validation.every_steps 50 --validation.rows 64",),
 }
-"""Command lines of each section's help, and under "" of the whole one's."""
+"""Example command lines per section; those under "" are for the full help."""
 
 CHOICES_OF: Mapping[str, Sequence[Any]] = {
     "model.preset": (NO_PRESET, *PRESETS),
@@ -78,25 +78,25 @@ CHOICES_OF: Mapping[str, Sequence[Any]] = {
     "parallel.kernel": ("auto", *KERNELS),
     "zero.stage": ("auto", 0, 1, 2, 3),
 } | {f"model.{name}": choices for name, choices in CHOICES.items()}
-"""The values of keys whose type does not name them."""
+"""Choices for keys whose type does not list them."""
 
 
 class Key(NamedTuple):
-    """A setting as its help has it."""
+    """A setting as shown in the help."""
 
     name: str
-    """With its section."""
+    """Key with its section."""
     values: str
-    """Its choices, or its type."""
+    """Choices or type."""
     default: str
-    """Its value in the recipe."""
+    """Value in the recipe."""
     meaning: str
 
 
 def help_text(config: RunConfig, topic: str = "") -> str:
-    """Return the help of all keys, or of the section or key ``topic``. Raise ConfigError if it does not exist.
+    """Return help for all keys, or for the section or key ``topic``. Raise ConfigError if it does not exist.
 
-    Defaults are the values of ``config``.
+    Defaults are the values in ``config``.
     """
     if topic == "all":
         topic = ""
@@ -116,14 +116,14 @@ def help_text(config: RunConfig, topic: str = "") -> str:
             f"The sections are {sections}."
         )
     if not topic:
-        # A terminal shows the end of a long text, so the pointers to more help are there.
+        # A terminal shows the end of a long text, so the pointers to more help come last.
         parts = [_OPENING, *parts, _list_recipes(), _FLAGS]
     parts.append(_block("examples:", [f"  {line}" for line in _EXAMPLES[topic.partition(".")[0]]]))
     return "\n\n".join(parts)
 
 
 def first_settings(config: RunConfig) -> str:
-    """Return the help of the keys that most runs set, and of the flags that are no settings."""
+    """Return help for the keys that most runs set, and for the flags that are no settings."""
     keys = {key.name: key for f in dataclasses.fields(RunConfig) for key in keys_of(getattr(config, f.name), f.name)}
     shown = [_paragraph(keys[name]) for name in _FIRST]
     return "\n\n".join([_block("settings that most runs set:", shown), _FLAGS])
@@ -146,7 +146,7 @@ def _paragraph(key: Key) -> str:
 
 
 def keys_of(section: Any, prefix: str) -> Iterator[Key]:
-    """Yield the keys of a section, including those of its nested tables."""
+    """Yield a section's keys, including those in nested tables."""
     types, meanings = get_type_hints(type(section)), meanings_of(type(section))
     for f in dataclasses.fields(section):
         name, value = f"{prefix}.{f.name}", getattr(section, f.name)
@@ -157,7 +157,7 @@ def keys_of(section: Any, prefix: str) -> Iterator[Key]:
 
 
 def _values(name: str, kind: Any) -> str:
-    """Return the accepted values of a key: its choices or its type; for a list, those of its entries."""
+    """Return a key's choices or its type; for a list, those of its entries."""
     entries = ""
     if get_origin(kind) is tuple:
         kind, entries = get_args(kind)[0], " …"
@@ -175,7 +175,7 @@ def _values(name: str, kind: Any) -> str:
 
 
 def _spelled(value: Any) -> str:
-    """Return a value as spelled on the command line."""
+    """Format a value as on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -187,11 +187,13 @@ def _spelled(value: Any) -> str:
 
 @cache
 def meanings_of(section: type) -> dict[str, str]:
-    """Return the text below each field of a dataclass, on one line, including inherited fields."""
+    """Return the text below each dataclass field, on one line, including inherited fields."""
     found: dict[str, str] = {}
     for part in section.__mro__:
         if not dataclasses.is_dataclass(part):
             continue
+        # Python discards a string below a field, so it is read from the source. A subclass comes first in the MRO, so
+        # its text takes precedence.
         tree = ast.parse(inspect.getsource(part)).body[0]
         assert isinstance(tree, ast.ClassDef)
         for statement, below in pairwise(tree.body):

@@ -1,4 +1,4 @@
-"""Rules for activations kept for backward and for layers by chunks; the candidates of train.chunk_tokens=auto."""
+"""Rules for saved activations and for layers in chunks; candidates for train.chunk_tokens=auto."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from parallel.mesh import nearest
 
 _CHUNKS = (16384, 8192, 4096, 2048, LEAST_CHUNK)
 _MORE_GROUPS = (1, 2, 4, 8, 16)
-"""Times those that the config asks for."""
+"""Factors on the configured number of head groups."""
 
 
 def check_kept(config: RunConfig) -> None:
-    """Raise ConfigError for settings of the kept activations, or their place, that are impossible or have no effect."""
+    """Raise ConfigError for activation settings, including their storage, that are impossible or have no effect."""
     train = config.train
     if train.chunk_tokens == "auto":
         _check_either(config)
@@ -70,10 +70,11 @@ def _check_chunks(config: RunConfig) -> None:
             )
         return
     key_heads = model.num_kv_heads
+    # Latent attention computes one key head per query head.
     if model.is_latent:
         key_heads = model.num_heads
     ulysses = config.parallel.ulysses
-    # Up to the number of query heads: groups of one key head's queries read its keys one after the other.
+    # Up to the number of query heads: several groups may share a key head and read its keys one after the other.
     fits = [n for n in range(1, model.num_heads + 1) if model.num_heads % (n * ulysses) == 0]
     fits = [n for n in fits if key_heads % n == 0 or n % key_heads == 0]
     if is_read(model, "global_kv_heads") and model.global_kv_heads:
@@ -94,7 +95,7 @@ def _check_chunks(config: RunConfig) -> None:
 
 
 def chunk_choices(config: C) -> list[C]:
-    """Return the candidates of "auto", fastest and largest first: full rows, then chunks, each with rising head groups.
+    """Return the candidates for "auto", fastest and largest first: full rows, then chunks with rising head groups.
 
     Chunks are shorter than a rank's tokens, except the smallest size. Raise ConfigError if no candidate fits the other
     settings.
@@ -107,6 +108,8 @@ def chunk_choices(config: C) -> list[C]:
         for n in chunks
         for num_groups in groups
     ]
+    # Invalid combinations are dropped silently: the user did not ask for them. If all are invalid, the first one's
+    # error explains the conflict.
     found = [choice for choice in (config.changed({"train.chunk_tokens": 0}), *by_chunks) if _goes(choice)]
     if not found:
         check_kept(by_chunks[0])

@@ -24,25 +24,28 @@ from longctx.errors import ConfigError
 from longctx.files import read_toml
 
 
+# Precedence, lowest first: defaults, the base model from a preset or a checkpoint, the file, flags. The base model must
+# be known before the file's [model] fields are laid over it, and flags may select it. These few flags are therefore
+# read before the file is merged, and all others afterwards by tyro.
 def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
-    """Return the run's config from the command line; without ``--config`` the quickstart recipe is the file.
+    """Parse a command line into the run's config; without ``--config``, the quickstart recipe is the file.
 
-    Fields of ``[model]`` override the model of the checkpoint that the run starts from or resumes from, unless a preset
-    is named. A run that starts from a checkpoint has no default file.
+    Fields in ``[model]`` override the model of the checkpoint that the run starts or resumes from, unless a preset is
+    named. A run that starts from a checkpoint has no default file.
 
-    Raise ConfigError for an unreadable file, an unknown key or a value of the wrong type. An unknown flag,
-    ``--help``, ``--print-config`` and ``--print-schema`` end the process through SystemExit; ``quiet`` suppresses
-    output on ranks other than 0.
+    Raise ConfigError for an unreadable file, an unknown key or a value of the wrong type. An unknown flag, ``--help``,
+    ``--print-config`` and ``--print-schema`` end the process through SystemExit; ``quiet`` suppresses output on ranks
+    other than 0.
     """
     argv = without_local_rank(argv)
     argv, path = take_flag(argv, "--config")
     argv, values = _file_and_early_flags(argv, path)
     flags = {key_of_flag(argument) for argument in argv if argument.startswith("--")}
-    # Before the parser, which would only say that they are unknown.
+    # Before the parser, which would only report that they are unknown.
     refuse_absent(flags, known_keys())
     topic = help_topic(argv)
     if topic is not None:
-        # Imported here because it is slow. Help must also work before any checkpoint exists.
+        # Deferred because it is slow. Help must also work before any checkpoint exists.
         from launcher.config.help import help_text
 
         end_with(help_text(from_values(values), topic), quiet=quiet)
@@ -53,7 +56,7 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
     prints = "--print-config" in argv
     argv = [argument for argument in argv if argument != "--print-config"]
     named = _named_keys(values) | flags
-    # Read early: the model of a Hugging Face folder depends on this flag.
+    # Read early: the model in a Hugging Face folder depends on this flag.
     weight = take_flag(argv, "--train.mtp_weight")[1] or values.get("train", {}).get("mtp_weight", 0)
     base = find_base(values, trains_ahead=str(weight) not in ("0", "0.0"))
     config = settle_model(_with_flags(from_values(values, base), argv, quiet=quiet), base, named)
@@ -63,7 +66,7 @@ def load_run_config(argv: list[str], *, quiet: bool = False) -> RunConfig:
 
 
 def _with_flags(defaults: RunConfig, argv: list[str], *, quiet: bool) -> RunConfig:
-    """Return the config with the flags applied. For a bad flag, print the error and raise SystemExit."""
+    """Return the config with the flags applied. For an invalid flag, print the error and raise SystemExit."""
     with contextlib.ExitStack() as stack:
         if quiet:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
@@ -71,7 +74,7 @@ def _with_flags(defaults: RunConfig, argv: list[str], *, quiet: bool) -> RunConf
             stack.enter_context(contextlib.redirect_stderr(nowhere))
         return tyro.cli(
             RunConfig,
-            # TOML's spelling of booleans works on the command line too.
+            # TOML booleans work on the command line too.
             args=[{"true": "True", "false": "False"}.get(argument, argument) for argument in argv],
             default=defaults,
             prog="longctx train",
@@ -82,7 +85,7 @@ def _with_flags(defaults: RunConfig, argv: list[str], *, quiet: bool) -> RunConf
 
 
 _EARLY_FLAGS = ("model.preset", "run.start_from", "run.resume", "run.output_dir")
-"""Keys that say what the fields of the model are laid over: they are read before the other flags."""
+"""Keys that determine the base model under the fields in [model], so they are read before other flags."""
 
 
 def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str], dict[str, Any]]:
@@ -101,7 +104,7 @@ def _file_and_early_flags(argv: list[str], path: str | None) -> tuple[list[str],
     else:
         file, values = QUICKSTART, read_toml(QUICKSTART, str(QUICKSTART))
     _check_keys(values)
-    # Nor are its optimiser and rate for another preset, even if the recipe was asked for by its name.
+    # They do not suit another preset either, even if the recipe was requested by name.
     if file == QUICKSTART and not early.get("model.preset", QUICKSTART.stem).startswith(QUICKSTART.stem):
         for key in ("optimizer", "lr"):
             del values["train"][key]
@@ -116,14 +119,14 @@ def _named_keys(values: dict[str, Any]) -> set[str]:
 
 
 def from_values(values: dict[str, Any], base: ModelConfig | None = None) -> RunConfig:
-    """Build a config from nested plain values. Unknown keys and wrong types raise ConfigError with a dotted path.
+    """Build a config from nested plain values. Raise ConfigError, with a dotted path, for unknown keys and wrong types.
 
-    Without a preset the given model fields override those of ``base``, or of a plain decoder.
+    Without a preset, the given model fields override those in ``base``, or a plain decoder's.
     """
     _check_keys(values)
     values = {**values, "model": lay_over(values.get("model", {}), base)}
     try:
-        # JSON's strict mode accepts tables as dataclasses and integers as floats, and no other conversion.
+        # JSON's strict mode accepts tables as dataclasses and integers as floats, and allows no other conversion.
         return _adapter().validate_json(json.dumps(values, default=_refuse_date), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
@@ -140,7 +143,7 @@ def _adapter() -> TypeAdapter[RunConfig]:
 
 
 def _refuse_date(value: Any) -> None:
-    """Raise ConfigError for a value that TOML has and JSON lacks, which is a date or a time."""
+    """Raise ConfigError for a value that TOML has and JSON lacks: a date or a time."""
     raise ConfigError(f"{value} is a date or a time, and no key takes one. Put text in quotes.")
 
 
@@ -155,7 +158,7 @@ def _check_keys(values: dict[str, Any]) -> None:
             f"{loose[0]!r} stands outside a section. Every key belongs to one: write it under "
             f"{' or '.join(f'[{section}]' for section in of)}."
         )
-    # Ours rather than pydantic's `extra="forbid"`: that one names no alternative.
+    # Not pydantic's `extra="forbid"`, which suggests no alternative.
     sections = _sections()
     for section, entries in values.items():
         if section not in sections:
@@ -167,17 +170,17 @@ def _check_keys(values: dict[str, Any]) -> None:
 
 @cache
 def _sections() -> dict[str, list[str]]:
-    """Return the keys of each section."""
+    """Return the keys per section."""
     return {f.name: _keys(f.default_factory()) for f in dataclasses.fields(RunConfig)}  # type: ignore[misc]
 
 
 def known_keys() -> list[str]:
-    """Return all keys of a run, with their sections."""
+    """Return all keys with their sections."""
     return [f"{section}.{key}" for section, keys in _sections().items() for key in keys]
 
 
 def _keys(section: Any, prefix: str = "") -> list[str]:
-    """Return the keys of a section; for a nested table, its name and its keys prefixed with the name."""
+    """Return a section's keys; for a nested table, its name and its keys prefixed with the name."""
     names = []
     for f in dataclasses.fields(section):
         names.append(prefix + f.name)
@@ -188,10 +191,10 @@ def _keys(section: Any, prefix: str = "") -> list[str]:
 
 
 def _dotted(entries: dict[str, Any], known: list[str]) -> list[str]:
-    """Return the given keys; those of a nested table are prefixed with its name."""
+    """Return the given keys; those in a nested table are prefixed with its name."""
     found = []
     for key, value in entries.items():
-        # A table in place of a plain value stays one key: its type is refused later with its name.
+        # A table in place of a plain value stays one key: its type is rejected later, with its name.
         if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in known):
             found += [f"{key}.{name}" for name in value]
         else:

@@ -1,4 +1,4 @@
-"""The ``[model]`` section: the base model of its fields, the allowed changes, and the required keys."""
+"""The ``[model]`` section: the base model under its fields, the allowed changes, and the required keys."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from longctx.errors import CheckpointError, ConfigError
 from longctx.files import MANIFEST, list_checkpoints
 
 SHAPE_OF_ROPE = ("partial", "interleaved")
-"""Keys of ``rope`` that weights have learned: which channels are rotated, and which of them together."""
+"""Keys in ``rope`` that weights have learned: the channels that are rotated, and their pairing."""
 
 _KEPT_BY_ANOTHER_KIND = ("theta", "original_max_positions", *SHAPE_OF_ROPE)
-"""Keys of ``rope`` that every kind reads; the others say how one kind stretches."""
+"""Keys in ``rope`` that every kind reads; the others configure one kind's scaling."""
 
 MAY_CHANGE = "A run that starts from it may change model.max_positions, model.window and how model.rope is stretched."
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Return whether a folder holds a Hugging Face model and not a checkpoint of ours."""
+    """Return True if a folder contains a Hugging Face model and no checkpoint of ours."""
     return (folder / "config.json").is_file() and not (folder / MANIFEST).is_file()
 
 
 def lay_over(model: dict[str, Any], base: ModelConfig | None) -> dict[str, Any]:
-    """Return every field of the section: the given ones over those of the preset, of ``base`` or of ``PLAIN``."""
+    """Return every field in the section: the given ones over those in the preset, ``base`` or ``PLAIN``."""
     preset = model.get("preset", NO_PRESET)
     if not isinstance(preset, str) or preset not in (NO_PRESET, *PRESETS):
         raise ConfigError(f"model.preset={preset!r} is unknown. Try one of {sorted(PRESETS)}, or {NO_PRESET}.")
@@ -35,7 +35,7 @@ def lay_over(model: dict[str, Any], base: ModelConfig | None) -> dict[str, Any]:
     if preset != NO_PRESET:
         under = PRESETS[preset]
     values = dataclasses.asdict(under) | model | {"preset": preset}
-    # A table within the section is merged too: one key of rope leaves the other keys.
+    # A table within the section is merged too: setting one rope key leaves the others.
     rope = model.get("rope")
     if isinstance(rope, dict):
         values["rope"] = _rope_under(under, rope) | rope
@@ -43,9 +43,9 @@ def lay_over(model: dict[str, Any], base: ModelConfig | None) -> dict[str, Any]:
 
 
 def _rope_under(under: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of the base model's rope that remain under the given ones."""
+    """Return the base model's rope keys that remain under the given ones."""
     values = dataclasses.asdict(under.rope)
-    # The scaling keys of one kind do not apply to another: a new kind starts with its own defaults.
+    # One kind's scaling keys do not apply to another: a new kind starts with its own defaults.
     if rope.get("kind", under.rope.kind) != under.rope.kind:
         values = {name: values[name] for name in _KEPT_BY_ANOTHER_KIND}
     return values
@@ -55,16 +55,16 @@ def _rope_under(under: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_base(values: dict[str, Any], *, trains_ahead: bool = False) -> ModelConfig | None:
-    """Return the model that the file's and the early flags' values take from a checkpoint; None without one.
+    """Return the model that the file and the early flags take from a checkpoint; None without one.
 
-    It is the checkpoint that the run resumes from, or if there is none, the one it starts from. If the run
-    ``trains_ahead``, a Hugging Face folder's blocks for multi-token prediction are part of the model. Raise ConfigError
-    for a preset together with run.start_from.
+    This is the checkpoint that the run resumes from, or otherwise the one it starts from. If the run ``trains_ahead``,
+    a Hugging Face folder's blocks for multi-token prediction are part of the model. Raise ConfigError for a preset
+    together with run.start_from.
     """
     run = values.get("run", {})
     preset = values.get("model", {}).get("preset", NO_PRESET)
     resume, start_from = run.get("resume", "no"), run.get("start_from", "no")
-    # Values of other types are refused by their names later, with all other keys.
+    # Values with other types are rejected later, by name, with all other keys.
     if not isinstance(resume, str) or not isinstance(start_from, str):
         return None
     output_dir = Path(str(run.get("output_dir", RunConfig().run.output_dir)))
@@ -84,8 +84,8 @@ def find_base(values: dict[str, Any], *, trains_ahead: bool = False) -> ModelCon
 
 
 def find_start(start_from: str) -> Path:
-    """Return the checkpoint that ``run.start_from`` names: for a run folder its newest, or a Hugging Face folder."""
-    from longctx.checkpoint_format import find_checkpoint  # imports torch, which the start of a run does without
+    """Return the checkpoint that ``run.start_from`` names (in a run folder, its newest), or a Hugging Face folder."""
+    from longctx.checkpoint_format import find_checkpoint  # imports torch, which a run's start avoids
 
     folder = Path(start_from)
     if is_hf_folder(folder):
@@ -101,11 +101,11 @@ def find_start(start_from: str) -> Path:
 
 
 def started_model(start_from: str, *, mtp: bool = False) -> ModelConfig:
-    """Return the model of ``run.start_from``; ``mtp`` is passed to ``ModelConfig.from_hf``."""
+    """Return the model in ``run.start_from``; ``mtp`` is passed to ``ModelConfig.from_hf``."""
     folder = find_start(start_from)
     try:
         if is_hf_folder(folder):
-            # Imported here because it is slow and seldom needed.
+            # Deferred because it is slow and seldom needed.
             from longctx.conversion.weights.json_files import read_json
 
             return ModelConfig.from_hf(read_json(folder / "config.json"), mtp=mtp)
@@ -115,27 +115,27 @@ def started_model(start_from: str, *, mtp: bool = False) -> ModelConfig:
 
 
 def _own_model(folder: Path) -> ModelConfig:
-    """Return the model of a checkpoint."""
     from longctx.checkpoint_format import CheckpointReader, model_config
 
     return model_config(CheckpointReader(folder))
 
 
 def _goes_on(output_dir: Path, resume: str) -> bool:
-    """Return whether a run takes its model from a checkpoint of its own."""
+    """Return True if a run takes its model from its own checkpoint."""
     if resume == AUTO:
-        # A first start names its model. So does a later one if its checkpoints are only in a store.
+        # A first start names its model; so does a later one with checkpoints only in a store.
         return bool(list_checkpoints(output_dir))
     return resume != "no"
 
 
 def _resumed_model(output_dir: Path, resume: str) -> ModelConfig | None:
-    """Return the model of the checkpoint that a run resumes from; None if there is none, which the start reports."""
+    """Return the model in the checkpoint that a run resumes from; None without one, which the start reports."""
+    # Only the model is needed here: loading validates the checkpoint itself.
     candidates = [Path(resume)]
     if resume in NEWEST:
         candidates = list_checkpoints(output_dir)[::-1]
     for folder in candidates:
-        # All checkpoints of a run have the same model, so a damaged newest one can be skipped.
+        # A run's checkpoints all have the same model, so a damaged newest one can be skipped.
         try:
             return _own_model(folder)
         except (CheckpointError, ConfigError):
@@ -182,7 +182,7 @@ def describe_change(name: str, theirs: Any, ours: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Format a value as in a TOML file, integral floats without their point."""
+    """Format a value as in TOML, integral floats without their point."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():
@@ -201,10 +201,11 @@ def _differing_fields(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def settle_model(config: RunConfig, base: ModelConfig | None, named: Set[str]) -> RunConfig:
-    """Return the config with its model settled. Raise ConfigError for forbidden changes or missing keys.
+    """Return the config with its model resolved. Raise ConfigError for forbidden changes or missing keys.
 
     ``named`` are the keys given in the file or by a flag, such as ``model.hidden_size``.
     """
+    # Checked at the run's first start; loading compares the model with the checkpoint.
     if _goes_on(Path(config.run.output_dir), config.run.resume):
         return config
     if base is not None:
@@ -240,12 +241,13 @@ def _check_rate(config: RunConfig, named: Set[str]) -> None:
 
 
 def _complete(model: ModelSection, named: Set[str]) -> ModelSection:
-    """Return a plain decoder of the named sizes with Llama's heads. Raise ConfigError if a size is missing."""
+    """Return a plain decoder with the named sizes and Llama's heads. Raise ConfigError if a size is missing."""
     sizes = ["vocab_size", "hidden_size", "num_layers", "num_heads"]
     if not model.num_experts or model.dense_layers:
         sizes.append("ffn_size")
     if model.num_experts:
         sizes.append("expert_ffn_size")
+    # As in Llama: heads fill the hidden size, with one key head per query head unless set.
     derived: dict[str, int] = {}
     if "model.num_kv_heads" not in named:
         derived["num_kv_heads"] = model.num_heads

@@ -1,4 +1,4 @@
-"""Rules between the objective, causal or bidirectional attention, and the matching data."""
+"""Rules between the objective, causal or bidirectional attention, and the data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _READ_BY = {
     "masked": ("mask_rate", "mask_whole_words", "mask_static"),
     "spans": ("mask_rate", "span_length"),
 }
-"""Keys of ``[data]`` that these objectives alone read."""
+"""Keys in ``[data]`` that only these objectives read."""
 
 
 def check_objective(config: RunConfig) -> None:
@@ -29,7 +29,7 @@ def check_objective(config: RunConfig) -> None:
             "Try --model.causal false, or --train.objective causal."
         )
     if objective == "masked":
-        # Building the mask rule checks its values.
+        # Creating the mask rule validates its values.
         assert config.mask is not None
         if config.validation.sample_tokens:
             raise ConfigError(
@@ -41,6 +41,7 @@ def check_objective(config: RunConfig) -> None:
                 f"data.fim_rate={config.data.fim_rate} is for train.objective=causal: what fills a gap is read behind "
                 "it. Set data.fim_rate=0."
             )
+    # An option without effect is an error: its user expects one.
     for reader, names in _READ_BY.items():
         for name in names:
             value, default = getattr(config.data, name), getattr(DataSection(), name)
@@ -105,7 +106,7 @@ def _check_pairs(config: RunConfig) -> None:
     if not layers:
         return
     if config.train.objective == "spans":
-        # Building the example rule checks its values.
+        # Creating the example rule validates its values.
         assert config.examples is not None
         config.examples.most_tokens(config.data.seq_len, source)
     for name, wanted, why in (

@@ -1,9 +1,9 @@
-"""``resolve``: settle every open key of a config by one list of steps that all commands share.
+"""``resolve``: fill in every open key in a config by one list of steps that all commands share.
 
-A key may be ``auto``, and some follow from others, as the rows of a micro-batch follow from the ranks that share it.
-Each step settles one key from the config so far, the machine and the data, and gives the reason. An explicit key is
-kept. The steps are ordered by their dependencies: the choice of chunks needs a rank's memory, which depends on all
-steps before it. No step looks at a device or a file: a plan for another machine takes the same steps.
+A key may be ``auto``, and some follow from others, as rows per micro-batch follow from the ranks that share it. Each
+step resolves one key from the config so far, the machine and the data, and gives the reason. An explicit key is kept.
+Steps are ordered by their dependencies: the choice of chunks needs a rank's memory, which depends on all steps before
+it. No step looks at a device or a file, so a plan for another machine takes the same steps.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Machine:
     ranks: int
     device_type: str = "cpu"
     native_bfloat16: bool = False
-    """Whether the device multiplies bfloat16 as it is."""
+    """True if the device multiplies bfloat16 natively."""
     compile_problem: str = ""
     """Why some rank cannot compile blocks; empty if all can."""
     fits: Callable[[ResolvedConfig], bool] = lambda config: True
-    """Whether a rank has the memory that a run takes."""
+    """Returns True if a rank has enough memory for the run."""
     memory: Callable[[ResolvedConfig], str] = lambda config: ""
-    """What a run takes of how much, in words."""
+    """Describes the run's memory need and the memory available."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,11 @@ class Data:
     """Properties of the training data."""
 
     is_packed: bool
-    """Whether some document is no multiple of a row: rows then hold several."""
+    """True if some document is not a multiple of a row: rows then contain several."""
     has_held_out: bool = True
-    """Whether there are documents to validate on."""
+    """True if there are documents to validate on."""
     name: str = ""
-    """As the config calls it."""
+    """Name in the config."""
 
 
 class Choice(NamedTuple):
@@ -56,23 +56,23 @@ class Choice(NamedTuple):
 
     config: RunConfig
     why: str = ""
-    """For the log; empty where there is nothing to say."""
+    """Text for the log; may be empty."""
     is_warning: bool = False
-    """Whether it is not what most people want."""
+    """True if most people would not want this choice."""
 
 
 Say = Callable[[Choice], None]
 
 
 def settle(config: RunConfig, machine: Machine) -> RunConfig:
-    """Return the config with all keys settled that need no data. Raise ConfigError for an impossible key."""
+    """Resolve all keys that need no data. Raise ConfigError for an impossible key."""
     for step in BEFORE_DATA:
         config = step(config, machine)
     return config
 
 
 def resolve(config: RunConfig, machine: Machine, data: Data, *, say: Say = lambda choice: None) -> ResolvedConfig:
-    """Return the config with every key settled; pass each choice to ``say``. Raise ConfigError for an impossible key.
+    """Resolve every key and pass each choice to ``say``. Raise ConfigError for an impossible key.
 
     Idempotent: a resolved config resolves to itself.
     """
@@ -137,6 +137,7 @@ def _layout(config: RunConfig, machine: Machine, data: Data) -> Choice:
         num_tokens=config.data.seq_len * config.train.micro_batch_rows,
         degree=parallel.context,
         ulysses=parallel.ulysses,
+        # Several rows in a micro-batch form one packed sequence.
         packed=data.is_packed or config.train.micro_batch_rows > 1,
         reaches=[mixer.reach for mixer in mixers_of(model)],
         side_by_side=parallel.tokens_per_rank > 0,
@@ -147,6 +148,7 @@ def _layout(config: RunConfig, machine: Machine, data: Data) -> Choice:
 
 def _compile(config: RunConfig, machine: Machine, data: Data) -> Choice:
     wish, problem = config.train.compile, machine.compile_problem
+    # CPUs gain no speed from compiled blocks.
     if wish == "off" or (wish == AUTO and machine.device_type == "cpu"):
         return Choice(config.changed({"train.compile": "off"}))
     if not problem:
@@ -162,7 +164,7 @@ def _compile(config: RunConfig, machine: Machine, data: Data) -> Choice:
 
 
 def _chunks(config: RunConfig, machine: Machine, data: Data) -> Choice:
-    """Choose the fastest candidate that fits; if none fits, the leanest, which is refused later."""
+    """Choose the fastest candidate that fits; if all are too large, the leanest, which is rejected later."""
     if config.train.chunk_tokens != AUTO:
         return Choice(config)
     choices = [ResolvedConfig.of(choice) for choice in chunk_choices(config)]
@@ -183,6 +185,7 @@ def _validation(config: RunConfig, machine: Machine, data: Data) -> Choice:
     return Choice(config.changed({"validation.rows": 0}), why, is_warning=True)
 
 
+# Order matters: ``_dtype`` reads the stage, and every later step the ranks and rows set by ``_context``.
 BEFORE_DATA: tuple[Callable[[RunConfig, Machine], RunConfig], ...] = (
     _context,
     _stage,

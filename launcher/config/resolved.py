@@ -15,7 +15,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTrain(TrainSection):
-    """Section ``[train]`` with all keys settled."""
+    """Section ``[train]`` with all keys resolved."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     products: Literal["native", "float32"] = "float32"
@@ -25,7 +25,7 @@ class ResolvedTrain(TrainSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedParallel(ParallelSection):
-    """Section ``[parallel]`` with all keys settled; ``context`` is the number of ranks that share a micro-batch."""
+    """Section ``[parallel]`` with all keys resolved; ``context`` is the number of ranks that share a micro-batch."""
 
     expert_tile_tokens: int = 0
     layout: str = "contiguous"
@@ -33,14 +33,14 @@ class ResolvedParallel(ParallelSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedZero(ZeroSection):
-    """Section ``[zero]`` with all keys settled."""
+    """Section ``[zero]`` with all keys resolved."""
 
     stage: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(RunConfig):
-    """Result of ``resolve``: a ``RunConfig`` with all keys settled."""
+    """Result of ``resolve``: a ``RunConfig`` with all keys resolved."""
 
     train: ResolvedTrain = field(default_factory=ResolvedTrain)
     parallel: ResolvedParallel = field(default_factory=ResolvedParallel)
@@ -48,8 +48,9 @@ class ResolvedConfig(RunConfig):
 
     @classmethod
     def of(cls, config: RunConfig) -> ResolvedConfig:
-        """Return the same values with resolved types. AssertionError if a key is still ``auto``."""
+        """Return the same values with resolved types. Raise AssertionError if a key is still ``auto``."""
         train, parallel, zero = config.train, config.parallel, config.zero
+        # Subclasses only narrow the types; dataclasses do not validate them.
         settled = (train.dtype, train.products, train.compile, train.chunk_tokens, zero.stage)
         assert AUTO not in (*settled, parallel.layout, parallel.expert_tile_tokens)
         sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -60,5 +61,5 @@ class ResolvedConfig(RunConfig):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the run's computation."""
+        """Compute dtype."""
         return getattr(torch, self.train.dtype)

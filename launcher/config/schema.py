@@ -1,4 +1,4 @@
-"""JSON schema of a run's TOML file, by which editors complete keys and mark wrong values."""
+"""JSON schema for a run's TOML file, with which editors complete keys and mark invalid values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from launcher.config.sections import RunConfig
 
 
 def schema_text(adapter: TypeAdapter[RunConfig]) -> str:
-    """Return the schema as JSON: sections, keys with types, choices and meanings, and nothing besides them."""
+    """Return the schema as JSON: sections, and keys with types, choices and meanings; other keys are invalid."""
     schema = adapter.json_schema()
     schema["additionalProperties"] = False
     for prefix, section in _sections(RunConfig(), ""):
         entry = schema["$defs"][type(section).__name__]
         entry["additionalProperties"] = False
         for name, meaning in meanings_of(type(section)).items():
-            # A default that another class fills in has a meaning there, and no entry here.
+            # A field that another class's default fills in is described there and has no entry here.
             if name not in entry["properties"]:
                 continue
             entry["properties"][name]["description"] = meaning
@@ -32,7 +32,7 @@ def schema_text(adapter: TypeAdapter[RunConfig]) -> str:
 
 
 def _sections(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield each section and nested table of a config, with what its keys begin with."""
+    """Yield each section and nested table in a config, with its key prefix."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(value):

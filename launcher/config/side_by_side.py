@@ -1,4 +1,4 @@
-"""``parallel.tokens_per_rank``: the resulting ranks and rows, and the rules that it imposes."""
+"""``parallel.tokens_per_rank``: the ranks and rows that follow from it, and its rules."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from parallel.mesh import check_degrees
 
 C = TypeVar("C", bound=RunConfig)
 _LAYOUTS = (AUTO, "balanced", "contiguous")
-"""Those that leave a short document on one rank."""
+"""Layouts that keep a short document on one rank."""
 
 
 def with_context(config: C, world_size: int) -> C:
     """Return the config with the ranks and rows implied by ``parallel.tokens_per_rank``; unchanged without that key.
 
-    ``parallel.context`` becomes the number of ranks that share a micro-batch, and ``train.micro_batch_rows`` the rows
-    of the largest one. Idempotent. Raise ConfigError if the key contradicts other settings.
+    ``parallel.context`` becomes the number of ranks that share a micro-batch, and ``train.micro_batch_rows`` the
+    largest micro-batch's rows. Idempotent. Raise ConfigError if the key contradicts other settings.
     """
     parallel, most = config.parallel, config.parallel.tokens_per_rank
     if most < 0:
         raise ConfigError(f"parallel.tokens_per_rank={most} must be at least 1, or 0 for a fixed parallel.context.")
-    # An invalid length is refused with the other ranges.
+    # An invalid length is rejected with the other ranges.
     if not most or config.data.seq_len < 1:
         return config
+    # A degree of 1 is the default: all ranks may then share a micro-batch.
     ranks = parallel.context
     if ranks == 1:
         ranks = world_size
@@ -50,7 +51,7 @@ def with_context(config: C, world_size: int) -> C:
 
 
 def _largest_rows(config: RunConfig, ranks: int, world_size: int) -> int:
-    """Return the rows of a step's largest micro-batch on ``ranks`` ranks."""
+    """Return how many rows a step's largest micro-batch has on ``ranks`` ranks."""
     seq_len, most = config.data.seq_len, config.parallel.tokens_per_rank
     at_once = rows_at_once(seq_len, ranks, most)
     if not at_once:
@@ -59,6 +60,8 @@ def _largest_rows(config: RunConfig, ranks: int, world_size: int) -> int:
             f"parallel.tokens_per_rank={most} on each is {ranks * most} in all.\nTry --parallel.tokens_per_rank "
             f"{-(-seq_len // ranks)}, --data.seq_len {ranks * most}, or {-(-seq_len // most)} ranks."
         )
+    # ``tokens`` must cover full rows on every data rank. Rows per rank need not be a multiple of ``at_once``:
+    # micro-batches then differ by at most one row, and the first is the largest.
     groups = world_size // ranks
     unit, tokens = seq_len * groups, config.train.tokens_per_step
     if tokens < unit or tokens % unit:
@@ -72,12 +75,12 @@ def _largest_rows(config: RunConfig, ranks: int, world_size: int) -> int:
 
 
 def padded_documents(config: RunConfig, documents: PackedDocuments) -> PackedDocuments:
-    """Return the documents of a micro-batch including its padding documents."""
+    """Return a micro-batch's documents including its padding documents."""
     return documents.padded(padded_tokens(config, documents.num_tokens))
 
 
 def padded_tokens(config: RunConfig, num_tokens: int) -> int:
-    """Return the tokens of a micro-batch after padding for its ranks; unchanged if the context degree is fixed."""
+    """Return a micro-batch's tokens after padding for its ranks; unchanged if the context degree is fixed."""
     parallel = config.parallel
     if not parallel.tokens_per_rank:
         return num_tokens

@@ -12,7 +12,7 @@ from parallel.zero.options import ZeroOptions, check_zero, default_stage
 
 
 def zero_options(zero: ZeroSection) -> ZeroOptions:
-    """Return the options of ``ZeroEngine`` besides the stage."""
+    """Return the options for ``ZeroEngine``, except the stage."""
     return ZeroOptions(
         overlap_comm={"auto": None, "on": True, "off": False}[zero.overlap_comm],
         reduce_bucket_size=zero.reduce_bucket_size,
@@ -47,11 +47,11 @@ _READ_BY: Mapping[str, Sequence[int]] = {
     "offload_parameters": (3,),
     "nvme_path": (3,),
 }
-"""The stages that read a key."""
+"""Stages that read a key."""
 
 
 def check_zero_section(config: RunConfig, world_size: int) -> None:
-    """Raise ConfigError for the first broken rule of the section."""
+    """Raise ConfigError for the section's first broken rule."""
     # For "auto", the dtype that every device and stage supports.
     dtype = torch.float32
     if config.train.dtype != "auto":
@@ -69,13 +69,14 @@ def check_zero_section(config: RunConfig, world_size: int) -> None:
 
 
 def _stage(zero: ZeroSection) -> int:
-    """Return the stage; for "auto", the default of the CPU, which every machine has."""
+    """Return the stage; for "auto", the CPU's default, which every machine supports."""
     if zero.stage == "auto":
         return default_stage("cpu")
     return zero.stage
 
 
 def _check_stage_reads(config: RunConfig) -> None:
+    # An option that the stage does not read is an error: its user expects an effect.
     defaults = ZeroSection()
     for key, stages in _READ_BY.items():
         value, default = getattr(config.zero, key), getattr(defaults, key)
@@ -102,6 +103,7 @@ def _check_offload(config: RunConfig) -> None:
         raise ConfigError(
             "zero.pin_memory=False means nothing where nothing is offloaded.\nLeave it out, or set zero.offload=cpu."
         )
+    # DeepSpeed's stages 1 and 2 would silently treat nvme as cpu, so every misuse of nvme is an error here.
     swapped = [key for key in ("offload", "offload_parameters") if getattr(zero, key) == "nvme"]
     if not swapped:
         if zero.nvme_path:

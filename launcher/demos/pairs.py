@@ -1,11 +1,11 @@
-"""Pairs to learn translation from: LibreOffice's help in two languages, or sentences that this program writes.
+"""Pairs for learning translation: LibreOffice's help in two languages, or sentences that this program writes.
 
     python -m launcher.demos.pairs OUT [--help-pages FOLDER] [--languages en-US de]
 
 Debian's packages libreoffice-help-en-us and libreoffice-help-de (MPL 2.0 and others) have the same pages with the same
-ids of paragraphs. FOLDER is theirs, by default the installed one; without it the program writes numbers in words, and
-the order of words of the other language is another one. OUT gets train.jsonl and held-out.jsonl with a field for each
-language. Whole pages are held out, and no sentence of theirs is in training.
+paragraph ids. FOLDER contains both, by default the installed ones; without it the program writes numbers in words, with
+another word order in the second language. OUT gets train.jsonl and held-out.jsonl with one field per language. Complete
+pages are held out, and no sentence from them is in the training data.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from launcher.cli.console import note
 INSTALLED = Path("/usr/share/libreoffice/help")
 FEWEST_WORDS, MOST_WORDS = 4, 60
 HELD_OUT = 0.02
-"""Share of the pages."""
+"""Share of held-out pages."""
 _SENTENCES = 20_000
 _PARAGRAPHS = re.compile(r"(par|hd)_id\w+")
 
 
 class _Paragraphs(HTMLParser):
-    """Parser that collects the text of each paragraph and headline with an id."""
+    """Parser that collects the text in each paragraph and headline with an id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,8 @@ class _Paragraphs(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
         if self._id and tag == "span":
-            # Keys of only one of two keyboards are shown; nested spans are counted to find the end.
+            # The pages give the keys for two keyboards: the Mac's are skipped. Nested spans are counted to find the
+            # end.
             self._hidden += bool(self._hidden or values.get("class") == "MAC")
         elif not self._id and _PARAGRAPHS.fullmatch(values.get("id") or ""):
             self._id, self._tag = values["id"] or "", tag
@@ -68,6 +69,7 @@ def help_pairs(folder: Path, languages: tuple[str, str]) -> Iterator[tuple[str, 
         for name, text in pages[0].items():
             texts = [text, pages[1].get(name, "")]
             words = [len(text.split()) for text in texts]
+            # Equal texts were left untranslated.
             if texts[0] != texts[1] and min(words) >= FEWEST_WORDS and max(words) <= MOST_WORDS:
                 yield str(path.relative_to(first)), dict(zip(_fields(languages), texts, strict=True))
 
@@ -94,7 +96,7 @@ _TENS = {
 
 
 def written_pairs() -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (page, texts) of sums in words. German puts the ones before the tens, and the verb at the end."""
+    """Yield (page, texts) for sums in words. German puts the ones before the tens, and the verb at the end."""
     for number in range(_SENTENCES):
         a, b, c = (key64(number, part) % 100 for part in range(3))
         texts = {
@@ -127,7 +129,7 @@ def _german(number: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write both files and report their sources."""
+    """Write both files and report the pairs' source."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("output", type=Path)
     parser.add_argument("--help-pages", type=Path, default=INSTALLED)
@@ -151,8 +153,9 @@ def main(argv: list[str] | None = None) -> None:
         if pair in seen:
             continue
         seen.add(pair)
+        # By page: sentences on the same page resemble each other. The hash makes the split repeatable.
         (held_out if falls_below(key64(*page.encode()), HELD_OUT) else train).append(texts)
-    # A sentence may occur on several pages.
+    # A sentence may occur on several pages: no held-out one may remain in the training data.
     asked = {next(iter(texts.values())) for texts in held_out}
     train = [texts for texts in train if next(iter(texts.values())) not in asked]
     options.output.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Checks of a machine, and of every machine of a hostfile, before a run."""
+"""Checks before a run, for this machine and every machine in a hostfile."""

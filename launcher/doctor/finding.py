@@ -1,4 +1,4 @@
-"""Findings of ``doctor``, one line each."""
+"""Check results printed by ``doctor``, one line each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LONGEST_TEXT = 400
 
 
 def printable(text: str) -> str:
-    """Return one line of ``text`` without control characters, cut if it is very long."""
-    # A terminal would execute escape sequences, and a line break could fake another finding.
+    """Return ``text`` as one printable line, truncated to 400 characters."""
+    # A terminal would execute escape sequences, and a line break could fake another result.
     plain = "".join(char if char.isprintable() else " " for char in text)
     plain = " ".join(plain.split())
     if len(plain) > _LONGEST_TEXT:
@@ -24,40 +24,40 @@ def printable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(printable)]
-"""Text that may come from another machine, whose printable characters alone are kept."""
+"""Text that may come from another machine, reduced to printable characters."""
 
 Verdict = Literal["ok", "warn", "fail"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-"""From the best to the worst."""
+"""From best to worst."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Result of one check."""
+    """One check's result."""
 
     check: Text
     verdict: Verdict
     """``fail``: a run would not start, or would be wrong. ``warn``: it would be slower, or may end early."""
     value: Text
     advice: Text = ""
-    """What to do; empty where there is nothing."""
+    """Recommended fix, or empty."""
     host: str = ""
-    """Host of the hostfile; empty for the machine that was asked."""
+    """Host name in the hostfile; empty for the machine that ran the check."""
 
     @classmethod
     def of(cls, check: str, value: str, advice: str = "", verdict: Verdict = "warn") -> Finding:
-        """Return a finding with this verdict, or with "ok" if there is no advice."""
+        """Build a result with this verdict, or with "ok" if ``advice`` is empty."""
         if not advice:
             verdict = "ok"
         return cls(check=check, verdict=verdict, value=value, advice=advice)
 
     def on(self, host: str) -> Finding:
-        """Return the same finding for ``host``."""
+        """Return a copy for ``host``."""
         return replace(self, host=host)
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
-    """Return the worst verdict; "ok" if there are no findings."""
+    """Return the worst verdict; "ok" if there are no results."""
     found = {finding.verdict for finding in findings}
     for verdict in reversed(VERDICTS):
         if verdict in found:
@@ -66,7 +66,7 @@ def worst(findings: Iterable[Finding]) -> Verdict:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, without a library's stack; its class name if it is empty."""
+    """Return an error message's first line, without a library's stack; the class name if the message is empty."""
     for line in str(error).splitlines():
         if line.strip():
             return line.strip()
@@ -74,12 +74,12 @@ def first_line(error: Exception) -> str:
 
 
 def lines_of(findings: Sequence[Finding]) -> list[str]:
-    """Return a line for each finding."""
+    """Format one line per result."""
     return [line_of(finding, finding.check) for finding in findings]
 
 
 def line_of(finding: Finding, subject: str) -> str:
-    """Return the line of a finding: verdict, subject, value, and the advice after an arrow."""
+    """Format a result: verdict, subject, value, and the advice after an arrow."""
     line = f"{finding.verdict:4}  {subject:15}  {finding.value}"
     if finding.advice:
         line += f" → {finding.advice}"
@@ -87,7 +87,7 @@ def line_of(finding: Finding, subject: str) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the last line, with the numbers of failures and warnings."""
+    """Return the closing line with failure and warning counts."""
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in VERDICTS}
     if counts["fail"]:
         return f"{plural(counts['fail'], 'check')} failed, {plural(counts['warn'], 'warning')}."

@@ -1,4 +1,4 @@
-"""Check the machines of a hostfile over ssh, and compare them with this one."""
+"""Check a hostfile's machines over ssh and compare them with this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_AT_ONCE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Host of the hostfile with its findings."""
+    """One host in the hostfile with its check results."""
 
     name: str
     answer: Answer | NoAnswer
@@ -32,8 +32,9 @@ class Host:
 def examine_hosts(
     slots: Mapping[str, int], here: Machine, options: Options, *, asked: Callable[[int], None] = lambda done: None
 ) -> list[Host]:
-    """Ask every host at the same time and compare it with this machine; ``asked`` gets the number of answers so far."""
+    """Check every host concurrently and compare it with this machine; ``asked`` receives the answer count so far."""
     folder = existing_part(options.folder)
+    # A probe file written here shows whether each host sees the same folder.
     try:
         with probe_in(folder) as probe:
             return _ask_all(slots, here, replace(options, folder=folder, probe=probe.name), probe, asked)
@@ -45,7 +46,7 @@ def examine_hosts(
 
 
 def check_start(slots: Mapping[str, int], own_name: str) -> list[Finding]:
-    """Check deepspeed's start on this machine, ``own_name``, apart from the hosts themselves."""
+    """Check how deepspeed would start ranks from this machine, ``own_name``, without contacting the hosts."""
     findings = check_environment_files(environment_files())
     if len(slots) > 1:
         if shutil.which("pdsh") is None:
@@ -63,12 +64,12 @@ def check_start(slots: Mapping[str, int], own_name: str) -> list[Finding]:
 def _ask_all(
     slots: Mapping[str, int], here: Machine, options: Options, probe: Probe | None, asked: Callable[[int], None]
 ) -> list[Host]:
-    """Return the hosts in the order of the hostfile; the first one holds rank 0."""
+    """Return the hosts in hostfile order; the first one runs rank 0."""
     first = next(iter(slots))
 
     def question(host: str) -> Answer | NoAnswer:
         port = 0
-        # The others connect to it, and listen at ports chosen by the system.
+        # Rank 0's host listens at the master port; the others connect to it and use ports chosen by the system.
         if host == first:
             port = options.port
         return ask(host, replace(options, port=port))
@@ -77,7 +78,7 @@ def _ask_all(
     with ThreadPoolExecutor(max_workers=_MOST_AT_ONCE) as pool:
         for host, answer in zip(slots, pool.map(question, slots), strict=True):
             if len(slots) == 1 and isinstance(answer, NoAnswer):
-                # deepspeed asks the host over ssh for its address, although it would start the ranks without ssh.
+                # deepspeed queries the host's address over ssh, although it would start the ranks without ssh.
                 advice = f"On this machine alone longctx train --ranks {slots[host]} needs no hostfile and no ssh"
                 answer = replace(answer, advice=f"{answer.advice}. {advice}")
             findings = compare(answer, here.facts, slots[host], probe)
@@ -87,7 +88,7 @@ def _ask_all(
 
 
 def compare(answer: Answer | NoAnswer, here: Facts, num_slots: int, probe: Probe | None) -> list[Finding]:
-    """Return all findings of a host: its answer, its differences from this machine, and its own findings."""
+    """Return all results for a host: ssh, mismatches with this machine, and the host's own checks."""
     if isinstance(answer, NoAnswer):
         return [Finding.of("ssh", answer.why, answer.advice, "fail")]
     facts = answer.machine.facts
@@ -111,7 +112,7 @@ def _same_code(there: Facts, here: Facts) -> Finding:
 
 
 def _same_versions(there: Facts, here: Facts) -> list[Finding]:
-    """Return one finding if all versions are equal, otherwise one for each difference."""
+    """Return one result if all versions match, otherwise one per mismatch."""
     findings: list[Finding] = []
 
     def compare_values(
@@ -122,14 +123,14 @@ def _same_versions(there: Facts, here: Facts) -> list[Finding]:
 
     compare_values("python", there.python, here.python, "Install the same Python")
     for name in here.packages:
-        # Names known only to the other machine mean another version of longctx, which the code's hash shows.
+        # A package known only to the other machine implies another longctx version, which the code hash reveals.
         ours = here.packages[name]
         advice = f"pip install {name}=={ours}"
         if ours is None:
             advice = f"pip uninstall {name}, or install it everywhere"
         compare_values(name, there.packages.get(name), ours, advice, none="not installed")
     compare_values("CUDA", there.cuda, here.cuda, "Install the same build of PyTorch")
-    # The machine that starts a run need not have GPUs itself.
+    # The launching machine need not have GPUs.
     if there.driver and here.driver:
         compare_values("driver", there.driver, here.driver, "Install the same driver on all", "warn")
     return findings or [Finding.of("versions", "the same Python and packages")]
@@ -145,7 +146,7 @@ def _same_clock(skew: float) -> Finding:
 
 
 def _enough_gpus(there: Facts, here: Facts, num_slots: int) -> Finding:
-    """Compare GPUs with slots, which are ranks: each needs its own GPU, but a CPU may hold any number of ranks."""
+    """Compare GPUs with slots. Each rank needs its own GPU; a CPU may run any number of ranks."""
     count = len(there.gpus)
     value = f"{plural(count, 'GPU')}, slots={num_slots}"
     if count == num_slots:
@@ -168,27 +169,26 @@ def _same_folder(there: Facts, here: Facts, probe: Probe) -> Finding:
 
 
 def lines_of_hosts(hosts: Sequence[Host]) -> list[str]:
-    """Return a line for each healthy host, and one for each warning or failure, shared by all hosts that have it."""
+    """Format one line per healthy host, and one per warning or failure, shared by all hosts that have it."""
     lines = [_healthy(host) for host in hosts if all(finding.verdict == "ok" for finding in host.findings)]
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in (finding for host in hosts for finding in host.findings):
         if finding.verdict != "ok":
-            # Values differ slightly between machines (seconds, bytes); the advice does not.
+            # Group by advice, since values differ slightly between machines (seconds, bytes).
             groups.setdefault((finding.verdict, finding.check, finding.advice), []).append(finding)
-    # The worst come last, next to the prompt.
+    # Worst last, next to the prompt.
     for verdict in VERDICTS:
         lines += [_shared(group) for key, group in groups.items() if key[0] == verdict]
     return lines
 
 
 def _healthy(host: Host) -> str:
-    """Return the line of a host without warnings or failures."""
     assert isinstance(host.answer, Answer), "no answer is a failure"
     said = [finding.value for finding in host.findings if finding.check in ("ssh", "versions", "clock", "slots")]
     return f"ok    {host.name:15}  {'; '.join(said)}; the same code and folder"
 
 
 def _shared(group: Sequence[Finding]) -> str:
-    """Return one line for a finding of several hosts, with the value of the first one."""
+    """Format a result shared by several hosts, with the first host's value."""
     names = first_names([finding.host for finding in group], most=4)
     return line_of(group[0], f"{group[0].check} on {names}")

@@ -1,4 +1,4 @@
-"""Checks of operating system limits, the compiler, and the master port."""
+"""Checks for operating system limits, the compiler, and the master port."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.doctor.finding import Finding
 
 _FEWEST_FILES = 1024
 _CONNECTIONS_PER_RANK = 8
-"""Groups that a rank may be in: gloo opens a connection to every rank of each."""
+"""Process groups per rank, at most; gloo connects to every rank in each group."""
 _OWN_FILES = 256
 _USUAL_MAP_COUNT = 65530
 _MAP_COUNT = Path("/proc/sys/vm/max_map_count")
@@ -21,7 +21,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 def check_open_files(world_size: int, soft: int | None = None) -> Finding:
-    """Check ``ulimit -n`` against the connections that a rank of ``world_size`` may open."""
+    """Check ``ulimit -n`` against the connections one rank may open at ``world_size``."""
     current, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft is None:
         soft = current
@@ -29,14 +29,14 @@ def check_open_files(world_size: int, soft: int | None = None) -> Finding:
     advice = ""
     if soft != resource.RLIM_INFINITY and soft < needed:
         advice = f"ulimit -n {needed}"
-        # A user may raise the soft limit; only root may raise the hard one.
+        # Users may raise the soft limit; only root may raise the hard one.
         if hard != resource.RLIM_INFINITY and hard < needed:
             advice = f"Raise the hard limit ({hard}) in /etc/security/limits.conf to {needed}"
     return Finding.of("open files", f"{human_limit(soft)} (ulimit -n)", advice)
 
 
 def check_locked_memory(soft: int | None = None, infiniband: Path = _INFINIBAND) -> Finding:
-    """Check ``ulimit -l``. RDMA registers memory under this limit, so the warning needs an InfiniBand adapter."""
+    """Check ``ulimit -l``, which limits RDMA registrations; warn only if there is an InfiniBand adapter."""
     if soft is None:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     advice = ""
@@ -46,7 +46,7 @@ def check_locked_memory(soft: int | None = None, infiniband: Path = _INFINIBAND)
 
 
 def check_map_count(path: Path = _MAP_COUNT) -> Finding | None:
-    """Check ``vm.max_map_count``; None if the system has no such limit."""
+    """Check ``vm.max_map_count``; return None if the system has no such limit."""
     try:
         count = int(path.read_text())
     except (OSError, ValueError):
@@ -58,8 +58,8 @@ def check_map_count(path: Path = _MAP_COUNT) -> Finding | None:
 
 
 def check_compiler() -> Finding:
-    """Check for g++ and ninja, which compile DeepSpeed's AdamW for zero.offload."""
-    # The variable may hold options too, such as "ccache g++".
+    """Check for g++ and ninja, which zero.offload (DeepSpeed's AdamW) and train.compile need."""
+    # CXX may contain several words, such as "ccache g++".
     compiler = shlex.split(os.environ.get("CXX", "g++"))[0]
     missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
     if not missing:
@@ -71,7 +71,7 @@ def check_compiler() -> Finding:
 def check_port(port: int) -> Finding:
     """Check that rank 0's port is free on this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        # Like PyTorch's store: lingering connections of an ended run do not block the port.
+        # As in PyTorch's store: lingering connections from a finished run do not block the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", port))
@@ -82,7 +82,7 @@ def check_port(port: int) -> Finding:
 
 
 def human_limit(count: int, *, kib: bool = False) -> str:
-    """Format a system limit like ``ulimit``; ``kib`` is for limits that it shows in KiB."""
+    """Format a limit as ``ulimit`` does; ``kib`` converts bytes to KiB."""
     if count == resource.RLIM_INFINITY:
         return "unlimited"
     if kib:

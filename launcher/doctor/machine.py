@@ -1,4 +1,4 @@
-"""All checks of one machine, and its facts for comparison with others."""
+"""All checks for one machine, and the facts compared between machines."""
 
 from __future__ import annotations
 
@@ -21,64 +21,64 @@ from launcher.doctor.packages import check_packages, installed_versions, source_
 from launcher.doctor.storage import check_folder, check_shared_memory, existing_part, read_probe
 
 MASTER_PORT = 29500
-"""Where ranks meet unless deepspeed's --master_port says otherwise: its default."""
+"""deepspeed's default --master_port, at which ranks rendezvous."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a machine's checks."""
+    """Options for one machine's checks."""
 
     folder: Path = Path("runs")
-    """Where runs are written; its nearest parent that exists is looked at."""
+    """Run folder; its nearest existing parent is checked."""
     port: int = MASTER_PORT
-    """Port that rank 0 listens at; 0 where this machine does not hold rank 0."""
+    """Rank 0's port; 0 if this machine does not run rank 0."""
     world_size: int = 1
-    """Ranks of the run."""
+    """Ranks in the run."""
     probe: str = ""
-    """Name of a file in ``folder`` to read for another machine; "" for none."""
+    """Probe file in ``folder`` to read for another machine; "" to skip."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts that must be equal on all machines of a run, or fit the hostfile. Plain values: they travel as JSON."""
+    """Facts that must match on all machines or fit the hostfile. Plain values, because they travel as JSON."""
 
     name: Text
-    """The machine's own name."""
+    """The machine's host name."""
     time: float
-    """Seconds since 1970 by its clock when it answered."""
+    """The machine's clock when it answered, in seconds since 1970."""
     python: Text
     executable: Text
     code: Text
-    """Hash of the project's sources."""
+    """Hash over the project's sources."""
     packages: Mapping[Text, Text | None]
     cuda: Text | None
-    """CUDA version of its PyTorch."""
+    """CUDA version in PyTorch's build."""
     driver: Text | None
     gpus: Sequence[Text]
-    """Names of the GPUs that PyTorch can use."""
+    """GPUs usable by PyTorch, by name."""
     folder: Text
     probe: Text | None = None
-    """What it reads in the probe."""
+    """Content read from the probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Facts and findings of one machine."""
+    """One machine's facts and check results."""
 
     facts: Facts
     findings: list[Finding]
 
     def to_json(self) -> dict[str, Any]:
-        """Return facts, findings and their worst verdict."""
+        """Return facts, results and the worst verdict as plain values."""
         return {"verdict": worst(self.findings), **asdict(self)}
 
 
 def examine(options: Options) -> Machine:
-    """Run every check of this machine. Takes a few seconds, mostly to measure the folder's write speed."""
+    """Run all checks on this machine. Takes a few seconds, mostly to measure the folder's write speed."""
     folder = existing_part(options.folder)
     packages = installed_versions()
     gpus, usable = read_gpus(), _usable_gpus()
-    # A run uses the GPUs that PyTorch can use; the driver may show more.
+    # Ranks run on the GPUs that PyTorch can use; the driver may list more.
     device_type = "cpu"
     if usable:
         device_type = "cuda"
@@ -112,7 +112,7 @@ def examine(options: Options) -> Machine:
         gpus=usable,
         folder=os.fspath(folder),
         probe=probe,
-        # Last, because the asking machine compares it with the time of arrival.
+        # Last, because the asking machine compares it with the arrival time.
         time=time.time(),
     )
     return Machine(facts=facts, findings=[finding for finding in findings if finding is not None])

@@ -1,4 +1,4 @@
-"""Versions of Python and of the packages that a run depends on, and a hash of the project's own code."""
+"""Python and package versions that a run depends on, and a hash over the project's own code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from longctx.kernels.attention.flash.libraries import FLASH2
 
 DISTRIBUTION = "longctx-train"
 PACKAGES = ("torch", "deepspeed", "flash-attn", "flash-attn-4", "transformers", "pyarrow", "numpy", "triton")
-"""What versions are told of, and compared between machines."""
+"""Packages reported, and compared between machines."""
 _REQUIRED = ("torch", "deepspeed", "pyarrow", "numpy")
 _SOURCE_ENDINGS = (".py", ".toml", ".html")
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Return the version of each of ``PACKAGES``; None if it is not installed."""
+    """Return versions for ``PACKAGES``; None if a package is not installed."""
     found: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -40,7 +40,7 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def check_packages(installed: Mapping[str, str | None], requirements: list[str] | None = None) -> list[Finding]:
-    """Return a finding with all versions, and one for each missing, incompatible or broken package.
+    """Report all versions, and each missing, incompatible or broken package.
 
     ``requirements`` defaults to ``requirements_of_longctx()``.
     """
@@ -60,7 +60,7 @@ def check_packages(installed: Mapping[str, str | None], requirements: list[str] 
 
 
 def _check_flash(flash: str | None, torch: str | None) -> list[Finding]:
-    """Return a failure for a flash-attn built for another PyTorch, unless it can be imported nevertheless."""
+    """Report a flash-attn built for another PyTorch, unless it can still be imported."""
     # github.com/Dao-AILab/flash-attention/issues/2299 and 2425: there is no official wheel for PyTorch 2.10 and 2.11;
     # github.com/Dao-AILab/flash-attention/issues/1832: an extension built for another PyTorch misses symbols.
     if flash is None or torch is None or not _lies_in(flash, "<=2.8.3") or not _lies_in(torch, ">=2.10"):
@@ -86,26 +86,26 @@ def requirements_of_longctx() -> list[str]:
 
 
 def _wanted(requirements: list[str]) -> dict[str, str]:
-    """Return the required versions by name. Extras count too, because only installed packages are checked."""
+    """Return required versions by name. Extras count too, because only installed packages are checked."""
     wanted: dict[str, str] = {}
     for line in requirements:
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
-            # For example a URL in place of a version, which cannot be compared.
+            # For example a URL instead of a version, which cannot be compared.
             continue
-        # For other libraries any version that pip chose is fine.
+        # For other libraries, any version that pip chose is fine.
         if requirement.name in PACKAGES and requirement.specifier:
             wanted[requirement.name] = str(requirement.specifier)
     return wanted
 
 
 def _lies_in(found: str, versions: str) -> bool:
-    """Return whether a version satisfies ``versions``; prereleases are allowed."""
+    """Return whether a version satisfies ``versions``, allowing prereleases."""
     try:
         return SpecifierSet(versions).contains(found, prereleases=True)
     except InvalidVersion:
-        # A version in an unknown format cannot be compared.
+        # An unknown version format cannot be compared.
         return True
 
 
@@ -114,17 +114,17 @@ def _failure(value: str, advice: str) -> Finding:
 
 
 def source_hash() -> str:
-    """Return 16 hexadecimal digits that hash every source file of the four packages as imported."""
+    """Hash every source file in the four imported packages; return 16 hexadecimal digits."""
     folders = [Path(package.__path__[0]) for package in (data_pipeline, launcher, longctx, parallel)]
     return hash_folders(folders)
 
 
 def hash_folders(folders: Iterable[Path]) -> str:
-    """Return the same hash for any folders, by their names, relative paths and contents, but not their location."""
+    """Hash folders by name, relative paths and contents, independently of their location."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCE_ENDINGS):
-            # Hash of hashes: moving a byte from one file to the next changes the result.
+            # Hash per-file digests: moving a byte from one file to the next changes the result.
             name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             digest.update(f"{name}\0{content}\0".encode())

@@ -1,4 +1,4 @@
-"""Ask another machine: ``doctor`` starts a worker there over ssh, as pdsh would start ranks."""
+"""Check another machine through a worker that ``doctor`` starts over ssh, as pdsh would start ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from longctx.errors import ClusterError, ConfigError
 
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 120.0
-"""How long a host may take: Python and PyTorch start there, perhaps from a slow shared disk."""
+"""Limit for a host's answer: Python and PyTorch start there, perhaps from a slow shared disk."""
 BY_HAND = "ssh -o BatchMode=yes HOST true"
-"""The line that tells a user whether ssh works."""
+"""Command for users to test ssh."""
 WORKER = ("-m", "launcher.doctor.worker")
 _SSH_FAILED = 255
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
@@ -34,13 +34,14 @@ _REFERENCE = re.compile(r"(\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\}
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer of a host, with its clock's offset from ours."""
+    """A host's answer, with its clock offset from this machine."""
 
     machine: Machine
     seconds: float
-    """From the question to the answer."""
+    """From request to answer."""
     skew_seconds: float
-    """How much its clock is ahead of ours. The way of the answer, milliseconds on a local network, counts as behind."""
+    """Clock offset, positive if the host is ahead. The answer's transit, milliseconds on a local network, counts as
+    behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class NoAnswer:
 
 
 def ask(host: str, options: Options, *, timeout: float = ANSWER_SECONDS) -> Answer | NoAnswer:
-    """Examine ``host`` over ssh with this machine's Python and folder. Raise ClusterError for an invalid host name."""
+    """Check ``host`` over ssh with this machine's Python and folder. Raise ClusterError for an invalid host name."""
     command = ssh_command(host, line_there(WORKER))
     started = time.monotonic()
     try:
@@ -72,6 +73,7 @@ def ask(host: str, options: Options, *, timeout: float = ANSWER_SECONDS) -> Answ
 
 def _no_answer(session: Session, why: str, *, is_late: bool) -> NoAnswer:
     """Explain a worker's error or ssh's exit code."""
+    # A timeout first: by then the worker may still run, and ssh has no exit code yet.
     if is_late:
         return NoAnswer(why=why, advice=f"Try by hand: {BY_HAND}")
     code = session.exit_code
@@ -91,11 +93,10 @@ _ADVICE_ON_SSH = {
     "Connection refused": "No ssh server listens there: systemctl start ssh, or give its port in ~/.ssh/config",
     "timed out": "The machine is down, or a firewall drops what is sent to it: ping HOST",
 }
-"""What to do about a message of ssh, by a part of it. Without the host's name: hosts in one trouble share a line."""
+"""Advice by substring in ssh's message; without host names, so that hosts with the same problem share a line."""
 
 
 def _advice_on_ssh(said: str) -> str:
-    """Return advice for a failure of ssh itself."""
     for part, advice in _ADVICE_ON_SSH.items():
         if part in said:
             return advice
@@ -103,9 +104,9 @@ def _advice_on_ssh(said: str) -> str:
 
 
 def ssh_command(host: str, command: str) -> list[str]:
-    """Return the arguments that run ``command`` in a shell on ``host`` without ever asking for a password.
+    """Return arguments that run ``command`` in a shell on ``host`` and never prompt for a password.
 
-    PDSH_SSH_ARGS_APPEND, which gives ssh options to pdsh, is respected. Raise ClusterError for an invalid host name.
+    They include pdsh's ssh options (PDSH_SSH_ARGS_APPEND). Raise ClusterError for an invalid host name.
     """
     check_host_name(host)
     more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
@@ -113,19 +114,19 @@ def ssh_command(host: str, command: str) -> list[str]:
 
 
 def line_there(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
-    """Return the line for a host's shell that starts this Python with ``words``, every word quoted.
+    """Return the shell line that starts this Python with ``words`` on a host, every word quoted.
 
-    Like deepspeed's pdsh, it sets variables, enters this folder, and uses this Python.
+    As deepspeed's pdsh does, it sets variables, enters this folder, and uses this Python.
     """
     before = exports(environment, environment_files())
     return f"{before}cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([sys.executable, *words])}"
 
 
-# The variables that deepspeed's pdsh sets on every host before it starts ranks there.
+# Variables that deepspeed's pdsh sets on every host before it starts ranks.
 
 
 def check_environment_files(paths: Sequence[Path]) -> list[Finding]:
-    """Return a finding for each line that is no assignment, or has a part that a shell on another host would run."""
+    """Report each line that is not an assignment, or has a part that a remote shell would run."""
     findings = []
     for path in paths:
         for number, line in enumerate(_lines(path), 1):
@@ -138,8 +139,8 @@ def check_environment_files(paths: Sequence[Path]) -> list[Finding]:
 
 
 def exports(environment: Mapping[str, str], paths: Sequence[Path]) -> str:
-    """Return shell assignments, each ending in ``;``. Values may refer to variables (`$PATH`) but run no command."""
-    # From the variables that deepspeed passes on, those that a check depends on.
+    """Return shell assignments, each ending in ``;``. Values may reference variables (`$PATH`) but run no command."""
+    # Only those variables deepspeed passes on that affect a check.
     prefixes = ("PYTHON",)
     if torch.cuda.is_available():
         prefixes = ("PYTHON", "NCCL")
@@ -162,8 +163,8 @@ def _literal(value: str) -> str:
 
 
 def _expanding(value: str) -> str:
-    """Quote a word but leave references to variables to the shell, as deepspeed does."""
+    """Quote a word but let the shell expand variable references, as deepspeed does."""
     parts = _REFERENCE.split(value)
-    # Every second part is a reference.
+    # Splitting by a group alternates text and references, starting with text.
     parts[::2] = [_literal(part)[1:-1] for part in parts[::2]]
     return '"' + "".join(parts) + '"'

@@ -1,4 +1,4 @@
-"""Session with a worker on another machine or on this one: orders, and answers within a time limit."""
+"""Session with a local or remote worker: orders, and answers within a time limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launcher.doctor.finding import printable
 from longctx.errors import ClusterError
 
 MARK = "longctx-doctor "
-"""Begins a line that is an answer: others are what login scripts print."""
+"""Prefix for answer lines; login scripts print others."""
 _END_SECONDS = 2.0
 _LONGEST_LINE = 2**22
 _LAST_LINES = 20
@@ -31,7 +31,7 @@ class Session:
     """Worker process, connected by its standard input and output."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
-        """Start ``command``; findings call the worker ``name``. Raise ClusterError if the program does not exist."""
+        """Start ``command``; results call the worker ``name``. Raise ClusterError if the program does not exist."""
         self.name = name
         pipe = subprocess.PIPE
         try:
@@ -43,11 +43,11 @@ class Session:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        # Threads read both streams: a full pipe would block the worker.
         self._stdin = self._process.stdin
         # Bounded: a worker with endless output cannot fill the memory.
         self._answers: Queue[str | None] = Queue(maxsize=2)
         self._complaint: deque[str] = deque(maxlen=_LAST_LINES)
+        # Threads drain both streams: a full pipe would block the worker.
         self._readers = [
             threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True),
             threading.Thread(target=self._listen_to_complaints, args=(self._process.stderr,), daemon=True),
@@ -56,7 +56,7 @@ class Session:
             reader.start()
 
     def ask(self, seconds: float, kind: TypeAdapter[Answer], **order: Any) -> Answer:
-        """Return the answer to an order. Raise ClusterError if it is of another kind or not there in ``seconds``."""
+        """Send an order and return its answer. Raise ClusterError if it is invalid or takes longer than ``seconds``."""
         try:
             self._stdin.write(f"{json.dumps(order)}\n")
             self._stdin.flush()
@@ -64,7 +64,7 @@ class Session:
         except Empty as error:
             raise ClusterError(f"no answer within {seconds:.0f} s") from error
         except OSError:
-            # It has ended already: report this like an end while waiting.
+            # The worker has exited already: report this like an exit during the wait.
             line = None
         if line is None:
             raise ClusterError(f"it ended: {self.last_words()}")
@@ -72,12 +72,12 @@ class Session:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the worker; None while it runs."""
+        """The worker's exit code; None while it runs."""
         return self._process.poll()
 
     def close(self) -> None:
-        """End the worker by closing its standard input; kill it if that does not help."""
-        # Closing fails if there is unsent data.
+        """End the worker by closing its standard input; kill it if it keeps running."""
+        # Closing flushes, and fails if data cannot be sent.
         with contextlib.suppress(OSError):
             self._stdin.close()
         try:
@@ -90,19 +90,19 @@ class Session:
             reader.join(1.0)
 
     def _read(self, stream: IO[str]) -> None:
-        """Queue the lines that are answers until the stream ends."""
+        """Queue answer lines until the stream ends."""
         while line := stream.readline(_LONGEST_LINE):
             if line.startswith(MARK):
                 self._answers.put(line.removeprefix(MARK))
         self._answers.put(None)
 
     def _listen_to_complaints(self, stream: IO[str]) -> None:
-        """Keep the last lines of standard error, so that its writer never waits."""
+        """Keep the last lines from standard error, and drain it so that the writer never blocks."""
         while line := stream.readline(_LONGEST_LINE):
             self._complaint.append(line)
 
     def last_words(self) -> str:
-        """Wait briefly for the worker to end; return its last line of standard error, or its exit code."""
+        """Wait briefly for the worker to exit; return its last line on standard error, or its exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._readers[1].join(1.0)
@@ -113,12 +113,12 @@ class Session:
 
 
 def read_answer(line: str, kind: TypeAdapter[Answer]) -> Answer:
-    """Parse the answer in a line of JSON. Raise ClusterError if it is malformed or reports a problem."""
+    """Parse an answer from a JSON line. Raise ClusterError if it is malformed or reports a problem."""
     try:
         value = from_json(line)
         if isinstance(value, dict) and value.get("problem"):
             raise ClusterError(printable(str(value["problem"])))
-        # Field by field and strictly: another machine, or another version of longctx, wrote it.
+        # Strictly, field by field: another machine, or another longctx version, wrote it.
         return kind.validate_json(line, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -129,7 +129,7 @@ def read_answer(line: str, kind: TypeAdapter[Answer]) -> Answer:
 
 
 def close_all(sessions: Sequence[Session]) -> None:
-    """Close all sessions at the same time."""
+    """Close all sessions concurrently."""
     threads = [threading.Thread(target=session.close, daemon=True) for session in sessions]
     for thread in threads:
         thread.start()

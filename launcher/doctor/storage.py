@@ -1,4 +1,4 @@
-"""Checks of the run folder and its visibility on other machines, and of shared memory."""
+"""Checks for the run folder, its visibility on other machines, and shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_PROBE_BYTES = 64
 
 
 def existing_part(folder: Path) -> Path:
-    """Return the absolute path of ``folder`` or of its nearest existing parent, without creating any folder."""
+    """Return the absolute path to ``folder`` or its nearest existing parent, without creating any folder."""
     folder = folder.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
@@ -35,7 +35,7 @@ def existing_part(folder: Path) -> Path:
 
 
 def check_folder(folder: Path) -> list[Finding]:
-    """Check an existing folder's free space and write speed, synced to disk."""
+    """Check an existing folder's free space and its write speed, synced to disk."""
     free = shutil.disk_usage(folder).free
     size = f"{free / 2**30:.1f} GiB free in {folder}"
     if free < len(_CHUNK) * _MOST_CHUNKS * 4:
@@ -56,35 +56,35 @@ def check_folder(folder: Path) -> list[Finding]:
 
 
 def write_speed(folder: Path) -> float:
-    """Return the speed, in bytes per second, of writing and syncing a temporary file of at most 64 MiB."""
-    # An unnamed file leaves no remains if the process is killed.
+    """Measure bytes per second for writing and syncing a temporary file, at most 64 MiB."""
+    # Unnamed, so that a killed process leaves no file.
     with TemporaryFile(dir=folder, buffering=0) as file:
         started = time.perf_counter()
         written, seconds = 0, 0.0
         while written < _MOST_CHUNKS and seconds < _MOST_SECONDS:
             written += 1
             file.write(_CHUNK)
-            # Without fsync this would measure the machine's memory.
+            # Without fsync this would measure the page cache.
             os.fsync(file.fileno())
             seconds = time.perf_counter() - started
     return written * len(_CHUNK) / max(seconds, 1e-9)
 
 
 def check_shared_memory(num_gpus: int, folder: Path = Path("/dev/shm")) -> Finding:
-    """Check the size of /dev/shm, which NCCL uses between GPUs of a machine without a direct link."""
+    """Check the size of /dev/shm, which NCCL uses between local GPUs without a direct link."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
         return Finding.of("shared memory", f"{folder} is not there", "Mount a tmpfs")
     advice = ""
-    # A container has 64 MiB by default. A single GPU rank, and gloo, do not use it.
+    # Containers have 64 MiB by default. A single GPU rank, and gloo, do not use it.
     if num_gpus > 1 and usage.free < _LITTLE_SHARED_MEMORY:
         advice = "NCCL may fail with `unhandled system error`: docker run --shm-size=1g (or --ipc=host)"
     value = f"{usage.total / 2**30:.1f} GiB in {folder}, {usage.free / 2**30:.1f} GiB free"
     return Finding.of("shared memory", value, advice)
 
 
-# The file that shows whether two machines see the same folder.
+# Probe file, which shows whether two machines see the same folder.
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class Probe:
 
 @contextmanager
 def probe_in(folder: Path) -> Iterator[Probe]:
-    """Create a probe for the duration of the block. Raise OSError if the folder cannot be written."""
+    """Create a probe while the block runs. Raise OSError if the folder cannot be written."""
     probe = Probe(f".longctx-doctor-{secrets.token_hex(16)}", secrets.token_hex(16))
     path = folder / probe.name
-    # "x": an existing file cannot be our probe.
+    # "x" fails if the file exists: an existing file cannot be our probe.
     with path.open("x") as file:
         file.write(probe.content)
     try:
@@ -110,7 +110,7 @@ def probe_in(folder: Path) -> Iterator[Probe]:
 
 
 def read_probe(folder: Path, name: str) -> str | None:
-    """Return the probe's content on this machine; None if it cannot be read.
+    """Return the probe's content on this machine; None if it is unreadable.
 
     Raise ConfigError for any other file name.
     """
@@ -118,7 +118,7 @@ def read_probe(folder: Path, name: str) -> str | None:
         raise ConfigError(f"{name!r} is not a file that doctor writes.")
     try:
         with (folder / name).open("rb") as file:
-            # Read a limited size: another user may have put a large file there.
+            # Limit the size: another user may have put a large file there.
             return file.read(_MOST_PROBE_BYTES).decode("ascii", errors="replace")
     except OSError:
         return None

@@ -1,7 +1,8 @@
 """Worker process that doctor starts on every host: ``python -m launcher.doctor.worker``.
 
-Orders come on standard input, one JSON object per line. Each is answered by one line on standard output that begins
-with ``MARK``. The end of standard input ends the process at once, even while it waits, because the caller is gone.
+It reads orders from standard input, one JSON object per line, and answers each with one line on standard output that
+begins with ``MARK``. The end of standard input means that the caller is gone: the process exits at once, even during a
+wait.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _READ_BY_LIBRARIES = ("GLOO_", "NCCL_", "UCX_")
 
 
 class Worker:
-    """One host's part of the checks, order by order."""
+    """One host's checks, order by order."""
 
     def __init__(self) -> None:
-        """Prepare without opening any port."""
-        # Ports that other hosts try stay open until the process ends.
+        """Prepare without opening a port."""
+        # Other hosts try these ports, so they stay open until the process ends.
         self._meeting_place: Listener | None = None
         self._listener: Listener | None = None
         self._orders: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -51,7 +52,7 @@ class Worker:
         }
 
     def obey(self, order: dict[str, Any]) -> Any:
-        """Return the answer to an order, or a dict with the reason as ``problem`` on one line."""
+        """Execute an order and return the answer; on an error, a dict with its first line as ``problem``."""
         # A failed phase is an answer too; the next order may succeed.
         try:
             return self._orders[order.pop("do")](order)
@@ -62,7 +63,7 @@ class Worker:
         return asdict(examine(Options(**{**order, "folder": Path(order["folder"])})))
 
     def _lead(self, order: dict[str, Any]) -> tuple[str, int]:
-        """Listen at the meeting place of a run's ranks on this host, which is the first one."""
+        """Listen at the ranks' rendezvous address; sent only to the first host."""
         address = "127.0.0.1"
         if order["over_ssh"]:
             address = _first_own_address()
@@ -70,16 +71,16 @@ class Worker:
         try:
             self._meeting_place = Listener("", order["port"], order["word"])
         except OSError:
-            # A problem with the port is a separate finding; hosts can still try another port.
+            # check_port reports the problem with this port; hosts can still try another one.
             self._meeting_place = Listener("", 0, order["word"])
         return address, self._meeting_place.port
 
     def _listen(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Listen at gloo's interface and return this machine's network."""
+        """Listen on gloo's interface and return this machine's network."""
         interfaces, adapters = read_interfaces(), read_adapters()
         environment = {key: text for key, text in os.environ.items() if key.startswith(_READ_BY_LIBRARIES)}
         name, address = gloo_choice(order["master"], interfaces)
-        # gloo reads it when it first connects.
+        # gloo reads this variable when it first connects.
         os.environ.setdefault(INTERFACE_VARIABLE, name)
         self._listener = Listener(address, 0, order["word"])
         return {
@@ -95,15 +96,15 @@ class Worker:
         }
 
     def _nccl(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Start NCCL, together with the other ranks if there are any, and return its network."""
+        """Start NCCL, together with any other ranks, and return its network."""
         if order["rank"] == 0 and self._listener is not None:
-            # The store uses this port, which all other hosts have reached.
+            # The store reuses this port, which all other hosts have reached.
             self._listener.close()
         return call_nccl(**order)
 
 
 def _first_own_address() -> str:
-    """Return this machine's address that deepspeed uses as the master address. Raise ClusterError if there is none."""
+    """Return this machine's address that deepspeed uses as master address. Raise ClusterError if there is none."""
     try:
         said = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=_HOSTNAME_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -115,7 +116,7 @@ def _first_own_address() -> str:
 
 
 def _machine() -> str:
-    """Return an identifier shared by all names of one machine but by no two machines."""
+    """Return a machine identifier that does not depend on the host name, if the system has one."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -123,7 +124,7 @@ def _machine() -> str:
 
 
 def _orders() -> Iterator[dict[str, Any]]:
-    """Yield the orders one after another; the end of standard input ends the process at once."""
+    """Yield orders one by one; exit the process at once when standard input ends."""
     waiting: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
     def read() -> None:
@@ -138,7 +139,7 @@ def _orders() -> Iterator[dict[str, Any]]:
 
 
 def _own_output() -> TextIO:
-    """Return a stream for standard output, and redirect all other output, such as libraries', to standard error."""
+    """Redirect all output, including libraries', to standard error; return a stream for the original output."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return output
@@ -147,7 +148,7 @@ def _own_output() -> TextIO:
 def main() -> None:
     """Answer orders until standard input ends."""
     output, worker = _own_output(), Worker()
-    # The tiny sums of the checks need no cores; leave them to the other workers on this machine.
+    # The checks need no cores for their tiny tensors; leave them to other local workers.
     torch.set_num_threads(1)
     for order in _orders():
         output.write(f"{MARK}{json.dumps(worker.obey(order))}\n")

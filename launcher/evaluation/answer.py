@@ -1,6 +1,6 @@
-"""Answers of a model to prompts: generated greedily, or checked against the right answer in one forward pass.
+"""Model answers to prompts: greedy generation, or one forward pass over the expected answer.
 
-Axes: B rows, n tokens of the right answer, M model width, V vocabulary.
+Axes: B rows, n tokens of the expected answer, M model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from longctx.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Sample as ids, as given to every rank that shares the prompt."""
+    """Sample as token ids, given to every rank that shares the prompt."""
 
     ids: list[int]
     max_new_tokens: int
     target_ids: list[int] | None = None
-    """The right answer, where it is read rather than generated."""
+    """Expected answer, if it is read rather than generated."""
 
 
 def prompt_of(task: Task, sample: Sample, tokenizer: Tokenizer, options: Options) -> Prompt:
-    """Return the prompt of a sample, with its target from ``options.teacher_forced_from`` tokens on."""
+    """Return a sample's prompt, with the answer as target from ``options.teacher_forced_from`` tokens on."""
     ids = tokenizer.encode_prompt(sample.prompt)
     target_ids = None
     if sample.length >= options.teacher_forced_from and is_same_event(task):
@@ -44,7 +44,7 @@ def prompt_of(task: Task, sample: Sample, tokenizer: Tokenizer, options: Options
 
 
 def is_same_event(task: Task) -> bool:
-    """Return whether the score only depends on whether the output begins with the target, which one pass can decide.
+    """Return True if the score depends only on whether the output starts with the target, which one pass can decide.
 
     Other rules give partial scores for other outputs, which must be generated.
     """
@@ -52,12 +52,13 @@ def is_same_event(task: Task) -> bool:
 
 
 def write_answers(model: Decoder, prompts: Sequence[Prompt], tokenizer: Tokenizer, chunk_tokens: int) -> list[str]:
-    """Return the text after each prompt. Ranks that share the prompts make the same call and get the same result.
+    """Return the text after each prompt. Ranks that share prompts make the same call and get the same result.
 
     Prompts that need generation are batched.
     """
     ids: dict[int, list[int]] = {}
     generated: dict[int, list[int]] = {}
+    # A batch has a single token limit, so group prompts by it.
     for index, prompt in enumerate(prompts):
         if prompt.target_ids is None:
             generated.setdefault(prompt.max_new_tokens, []).append(index)
@@ -78,29 +79,30 @@ def write_answers(model: Decoder, prompts: Sequence[Prompt], tokenizer: Tokenize
 
 def _text_after(prompt: Prompt, ids: list[int], tokenizer: Tokenizer) -> str:
     text = TextStream(tokenizer.decode, prompt.ids)
-    # A model's vocabulary may be padded beyond its tokenizer's.
+    # A model's vocabulary may be padded past its tokenizer's.
     parts = [text.add(token) for token in ids if token < tokenizer.vocab_size]
     return "".join(parts) + text.finish()
 
 
 @torch.no_grad()
 def forced(model: Decoder, prompt_ids: list[int], target_ids: list[int], chunk_tokens: int) -> list[int]:
-    """Return the longest prefix of the target that greedy decoding would produce, and the one token after it.
+    """Return the target's longest prefix that greedy decoding would produce, and the one token after it.
 
-    The prompt is read as usual; the target is then read in one pass instead of one token per step.
+    Reads the prompt as usual, then the target in one pass instead of one step per token.
     """
     cache = model.new_cache()
     cache.expect(len(target_ids))
     last_BtM = read(model, prompt_ids, cache, chunk_tokens)[:, -1:]
-    # Every rank gets all of it, as with generated tokens.
+    # Every rank gets the full target, as it does with generated tokens.
     chunk = cache.chunk(len(target_ids))
     device = last_BtM.device
     tokens_Bn = torch.tensor([target_ids], device=device)
     hidden_BnM = model(tokens_Bn, chunk.indices[None].to(device), cache=cache, chunk=chunk)
+    # The prompt's last hidden state predicts the first target token.
     logits_BnV = model.logits(torch.cat((last_BtM, hidden_BnM), dim=1))
     likeliest = logits_BnV[0].float().argmax(-1).tolist()
     for right, (wanted, token) in enumerate(zip(target_ids, likeliest, strict=False)):
-        # From here on greedy decoding would have read a different token.
+        # From here on, greedy decoding would have read a different token.
         if token != wanted:
             return likeliest[: right + 1]
     return likeliest

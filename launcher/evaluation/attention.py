@@ -1,8 +1,8 @@
-"""Attention of one head to a text: the share of each block of keys in the attention of each block of queries.
+"""Attention map of one head over a text: each key block's share in each query block's attention.
 
-It is drawn as a heat map of blocks, and for a short text also as a page of tokens.
+Drawn as a heat map over blocks and, for a short text, also as a page of tokens.
 
-Axes: T tokens, N blocks of queries, G blocks of keys; blocks of both have the same size.
+Axes: T tokens, N query blocks, G key blocks; both block kinds have the same size.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from longctx.model.attention.observed import ObservedAttention
 from longctx.tokenizer import Tokenizer
 
 PAGE_TOKENS = 512
-"""Tokens of the longest text that gets a page on which each token shows what it attends to."""
+"""Maximum tokens for a page that shows each token's attention."""
 LEAST = 1e-4
-"""Share that has the darkest colour; what is smaller has the same."""
+"""Share with the darkest colour; smaller shares get the same."""
 _STEPS = 65535
-"""Steps of a share on the page: two bytes each."""
+"""Quantization steps for a share on the page: two bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """Options of one ``attention`` call."""
+    """Options for one ``attention`` call."""
 
     checkpoint: Path
     text: Path
@@ -66,18 +66,18 @@ class AttentionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMap:
-    """Mean share of each block of keys in the attention of each block of queries."""
+    """Mean share of each key block in each query block's attention."""
 
     share_NG: np.ndarray
     is_seen_NG: np.ndarray
-    """Whether the mask lets any query of the block see any key of the other one."""
+    """True if the mask lets any query in the block see any key in the other block."""
     block_tokens: int
     bounds: list[int]
-    """Where documents begin and end, in tokens."""
+    """Document boundaries, in tokens."""
 
 
 def draw_attention(options: AttentionOptions) -> list[Path]:
-    """Write the picture and its CSV, and for a short text also the page; return their paths."""
+    """Write plot and CSV, for a short text also the page; return their paths."""
     folder = find_model(options.checkpoint)
     _, model, _ = open_reader(folder)
     call = softmax_call(model, options.layer, options.head)
@@ -89,7 +89,7 @@ def draw_attention(options: AttentionOptions) -> list[Path]:
         f"{checkpoint_name(folder)} · layer {options.layer}, head {options.head} · length {num_tokens:,} · "
         f"{datetime.now(UTC):%Y-%m-%d} · n = {num_tokens:,} queries"
     )
-    # Rounded up: the picture never has more blocks than requested.
+    # Round up: the plot never has more blocks than requested.
     block_tokens = -(-num_tokens // options.blocks)
     found = observe(folder, documents, call=call, head=options.head, block_tokens=block_tokens)
     name = f"attention_layer{options.layer}_head{options.head}"
@@ -103,7 +103,7 @@ def draw_attention(options: AttentionOptions) -> list[Path]:
 
 
 def softmax_call(model: ModelConfig, layer: int, head: int) -> int:
-    """Return the layer's index among softmax attention layers. Raise ConfigError for an invalid layer or head."""
+    """Return the layer's index among softmax attention layers; raise ConfigError for an invalid layer or head."""
     if model.encoder_layers:
         raise ConfigError(
             "this model has an encoder, whose text the decoder reads: draw its cross attention, with --cross."
@@ -121,7 +121,7 @@ def softmax_call(model: ModelConfig, layer: int, head: int) -> int:
 
 
 def read_packed(path: Path, tokenizer: Tokenizer, length: int | None) -> list[list[int]]:
-    """Read a file as one document, or pack a folder's documents into one row of ``length`` tokens."""
+    """Read a file as one document, or pack a folder's documents into one row with ``length`` tokens."""
     if path.is_file():
         try:
             documents = [tokenizer.encode_prompt(path.read_text(encoding="utf-8"))]
@@ -134,6 +134,7 @@ def read_packed(path: Path, tokenizer: Tokenizer, length: int | None) -> list[li
         raise ConfigError(f"--text {path} is a folder: say how many tokens of it to pack into a row, --length N.")
     else:
         found = list(_cut((tokenizer.encode_document(text).tolist() for text in read_texts(path)), length))
+    # A plot over fewer tokens than requested would be misread.
     num_tokens = sum(map(len, found))
     if num_tokens < max(2, length or 2):
         raise DataError(f"--text {path} has {num_tokens:,} tokens, and {max(2, length or 2):,} are asked for.")
@@ -161,9 +162,11 @@ def _check_positions(model: ModelConfig, documents: list[list[int]]) -> None:
 
 @torch.no_grad()
 def observe(folder: Path, documents: list[list[int]], *, call: int, head: int, block_tokens: int) -> AttentionMap:
-    """Read the documents in one row, as in training, and average the attention of the head's queries."""
+    """Read the documents packed in one row and average the head's attention per query block."""
     ids = [token for document in documents for token in document]
+    # The kernel sums over key groups, so memory grows with T × G instead of T × T.
     core = ObservedAttention(call=call, head=head, groups_T=torch.arange(len(ids)) // block_tokens)
+    # The core runs in every softmax layer and records a single call.
     model = load_model(folder, cores={"softmax": core})
     # Positions restart in each document, as in training.
     positions = torch.cat([torch.arange(len(document)) for document in documents])
@@ -180,22 +183,23 @@ def observe(folder: Path, documents: list[list[int]], *, call: int, head: int, b
 
 
 def _by_block(values_TG: torch.Tensor, block_tokens: int, how: str) -> np.ndarray:
-    """Reduce over the queries of each block by mean or maximum, [N, G]."""
+    """Reduce each block's queries by mean or maximum, [N, G]."""
     num_tokens, num_blocks = values_TG.shape
     block_T = (torch.arange(num_tokens) // block_tokens)[:, None].expand(-1, num_blocks)
     result_NG = values_TG.new_zeros(num_blocks, num_blocks)
+    # include_self=False: the zeros are placeholders, not values.
     return result_NG.scatter_reduce(0, block_T, values_TG, how, include_self=False).numpy()
 
 
 def spelt(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """Return the text of each token; a character of several tokens is given to its last one."""
+    """Return each token's text; a character split over several tokens belongs to the last one."""
     stream = TextStream(tokenizer.decode, ids[:1])
     parts = [tokenizer.decode(ids[:1]) or tokenizer.piece(ids[0])]
     return parts + [stream.add(token) or _silent(tokenizer, token) for token in ids[1:]]
 
 
 def _silent(tokenizer: Tokenizer, token: int) -> str:
-    """Return a placeholder for a token without text: a control id's own name, or a dot for a part of a character."""
+    """Return a placeholder for a token without text: a control token's name, or a dot inside a character."""
     if tokenizer.decode([token]):
         return "·"
     return tokenizer.piece(token)
@@ -208,7 +212,7 @@ def _write_picture(path: Path, found: AttentionMap, caption: str) -> list[Path]:
 
 
 def csv_rows(found: AttentionMap) -> Rows:
-    """Return a row for each pair of blocks that the mask allows."""
+    """Return one row per block pair that the mask allows."""
     size, num_tokens = found.block_tokens, found.bounds[-1]
     return [
         {
@@ -227,9 +231,9 @@ def map_figure(found: AttentionMap, caption: str, name: str) -> str:
     """Draw queries down and keys across on a fixed log scale; masked blocks are blank, and lines separate documents."""
     num_tokens, size = found.bounds[-1], found.block_tokens
     figure, (axes,) = new_figure(1, height=7.6)
-    # Blank and not dark: a masked key is different from a key without attention.
+    # Blank, not dark: a masked key differs from a key without attention.
     shares = np.ma.masked_where(~found.is_seen_NG, np.maximum(found.share_NG, LEAST))
-    # An image instead of a mesh: ten thousand shapes would be a megabyte of text.
+    # An image, not a mesh: ten thousand shapes would take a megabyte of text.
     end = len(shares) * size
     image = axes.imshow(
         shares,
@@ -256,8 +260,8 @@ def map_figure(found: AttentionMap, caption: str, name: str) -> str:
 
 
 def token_page(found: AttentionMap, documents: list[list[str]], caption: str) -> str:
-    """Return a page with the text that shows the attention of the token under the pointer. Blocks are single tokens."""
-    # Two bytes per share: as text each would take ten.
+    """Return a page with the text that shows attention for the token under the pointer; each block is one token."""
+    # Two bytes per share: as text, each would take ten.
     shares = np.rint(found.share_NG.clip(0, 1) * _STEPS).astype("<u2")
     starts = accumulate((len(tokens) for tokens in documents), initial=0)
     return fill_template(

@@ -1,4 +1,4 @@
-"""Cells of an evaluation, a task at a length each: which have room for a prompt, known before a long text is read."""
+"""Evaluation cells (a task at a length): find those too short for any prompt before a long text is read."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from longctx.errors import LengthError, LongCtxError
 from longctx.evaluation.task import Setting, Task
 
 Cell = tuple[str, int]
-"""Name of a task, and a length."""
+"""Task name and length."""
 STAND_IN = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. " * 4
-"""Text in place of the haystack: of short words, so that no cell is called too small that is not."""
+"""Stand-in for the haystack, made from short words so that no cell is wrongly called too small."""
 
 
 _MOST_TOKENS = 32_768
-"""No task's shortest prompt is longer: making one at such a length would cost more than it tells."""
+"""Upper bound on every task's shortest prompt: making prompts at greater lengths would be a waste."""
 _RULER_STEP = 4096
 """Length from which RULER's shortest prompts are larger."""
 
 
 def cells_without_room(setting: Setting, tasks: Sequence[Task], lengths: Sequence[int], *, keep_one: bool) -> set[Cell]:
-    """Return the cells whose shortest prompt is longer than their length. ``lengths`` ascend.
+    """Return cells too short for their task's shortest prompt; ``lengths`` ascend.
 
-    With ``keep_one`` at least one must be left: raise the first task's LengthError if there is none.
+    With ``keep_one``, raise the first task's LengthError if no cell is left.
     """
     found: dict[Cell, LengthError] = {}
     for task in tasks:
+        # Within a group, room grows with the length: stop at the first length that fits.
         for alike in by_prompts([length for length in lengths if length <= _MOST_TOKENS]):
             for length in alike:
                 try:
@@ -34,9 +35,9 @@ def cells_without_room(setting: Setting, tasks: Sequence[Task], lengths: Sequenc
                     found[task.name, length] = error
                     continue
                 except LongCtxError:
-                    # A missing file or a short text, which is reported once all text is there.
+                    # A missing file or a short text is reported later, once all text is read.
                     pass
-                # Longer ones have room too.
+                # Longer cells fit too.
                 break
     if keep_one and found and len(found) == len(tasks) * len(lengths):
         raise next(iter(found.values()))
@@ -44,16 +45,15 @@ def cells_without_room(setting: Setting, tasks: Sequence[Task], lengths: Sequenc
 
 
 def by_prompts(lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the lengths below RULER's step and those from it on: on each side a longer one has more room."""
+    """Split lengths at RULER's step: within each part, a longer cell has more room."""
     return [n for n in lengths if n < _RULER_STEP], [n for n in lengths if n >= _RULER_STEP]
 
 
 def try_samples(setting: Setting, task: Task, length: int, count: int) -> None:
-    """Make a sample of a cell, and all ``count`` where some may have no room; raise LengthError if one has none.
-
-    Samples draw other names and numbers: where one of four fifths of the length has room, all of the length have.
-    """
+    """Make one sample of a cell, or all ``count`` if some may not fit; raise LengthError for one that does not fit."""
     next(iter(task.samples(setting, length, 1)))
+    # Samples vary in names and numbers, by less than a fifth: if a sample fits in four fifths of the length, all
+    # samples fit in the full length.
     smaller = length * 4 // 5
     if smaller > _MOST_TOKENS:
         return
@@ -64,7 +64,7 @@ def try_samples(setting: Setting, task: Task, length: int, count: int) -> None:
 
 
 def _has_one(setting: Setting, task: Task, length: int) -> bool:
-    """Return whether the length has room for the task's first sample."""
+    """Return True if the task's first sample fits in the length."""
     try:
         next(iter(task.samples(setting, length, 1)))
     except LengthError:
@@ -73,12 +73,12 @@ def _has_one(setting: Setting, task: Task, length: int) -> bool:
 
 
 def has_room(task: str, lengths: Iterable[int], without_room: Collection[Cell]) -> bool:
-    """Return whether a task has a cell with room."""
+    """Return True if any of the task's cells has room."""
     return any((task, length) not in without_room for length in lengths)
 
 
 def told(cells: Iterable[Cell]) -> str:
-    """Return cells in words: ``ruler_cwe at 256 and 512, niah at 256``."""
+    """Format cells as text: ``ruler_cwe at 256 and 512, niah at 256``."""
     lengths: dict[str, list[int]] = {}
     for task, length in sorted(cells):
         lengths.setdefault(task, []).append(length)

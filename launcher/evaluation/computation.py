@@ -1,4 +1,4 @@
-"""Device, dtype and division of a checkpoint's computation, shared by ``evaluate`` and ``generate``."""
+"""Device, dtype and parallel degrees for inference from a checkpoint, shared by ``evaluate`` and ``generate``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from longctx.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """Settings of ranks and device, equal on every rank."""
+    """Settings for ranks and device, equal on every rank."""
 
     chunk_tokens: int = 4096
-    """Tokens that are read at a time, on however many ranks."""
+    """Tokens per forward pass over a prompt, summed over ranks."""
     dtype: str = "float32"
-    """Of the weights and of the computation."""
+    """Dtype for weights and computation."""
     device: str = "auto"
     context: int = 0
-    """Ranks that share a prompt; 0 for all."""
+    """Ranks that share a prompt; 0 uses all."""
     expert: int = 1
     """Ranks that share the experts."""
     hostfile: str = "launcher"
     timeout_seconds: float = 1800.0
-    """How long a rank waits for another."""
+    """Maximum wait for another rank."""
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:

@@ -1,6 +1,6 @@
-"""Cross attention of one head: each token of a target against each token of its source.
+"""Cross attention of one head: each target token against each source token.
 
-Axes: T tokens of the target, S of the source.
+Axes: T target tokens, S source tokens.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from longctx.tokenizer import Tokenizer
 from longctx.tokenizer.sides import source_ids, start_of_targets
 
 MOST_TOKENS = 128
-"""Tokens of a side: each has its text beside the picture."""
+"""Maximum tokens per side: the plot labels each one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossOptions:
-    """Options of one ``attention --cross`` call."""
+    """Options for one ``attention --cross`` call."""
 
     checkpoint: Path
     text: Path
-    """The source."""
+    """Source text."""
     target: Path | None
-    """None for what the model writes of it."""
+    """Target text; if unset, the model generates it."""
     layer: int
     head: int
     output: Path
@@ -48,7 +48,7 @@ class CrossOptions:
 
 
 def draw_cross_attention(options: CrossOptions) -> list[Path]:
-    """Write the picture and its CSV; return their paths."""
+    """Write plot and CSV; return their paths."""
     folder = find_model(options.checkpoint)
     _, model, _ = open_reader(folder)
     _check(model, options, folder)
@@ -82,7 +82,7 @@ def _check(model: ModelConfig, options: CrossOptions, folder: Path) -> None:
 
 
 def _check_side(model: ModelConfig, ids: list[int], name: str) -> None:
-    """Raise ConfigError if a side has more tokens than fit the picture or the model's positions."""
+    """Raise ConfigError if a side has more tokens than fit the plot or the model's positions."""
     if len(ids) > MOST_TOKENS:
         room = min(MOST_TOKENS, model.max_positions)
         raise ConfigError(
@@ -102,13 +102,14 @@ def _read(path: Path, option: str) -> str:
 def _target(
     options: CrossOptions, folder: Path, model: ModelConfig, tokenizer: Tokenizer, source: list[int]
 ) -> list[int]:
-    """Return the target as the decoder reads it: its start, then the given text or the model's output."""
+    """Return the target as the decoder reads it: start token, then the given text or the model's output."""
     start = [start_of_targets(tokenizer)]
     if options.target is not None:
         target = start + tokenizer.encode(_read(options.target, "--target")).tolist()
         _check_side(model, target, f"--target {options.target}, with its start")
         return target
     decoder = load_model(folder)
+    # Leave room for the start token.
     most = min(MOST_TOKENS, model.max_positions) - 1
     written = generate(decoder, start, most, source_ids=source, stop_ids=tokenizer.special.stops)
     return start + written
@@ -116,7 +117,8 @@ def _target(
 
 @torch.no_grad()
 def observe(folder: Path, source: list[int], target: list[int], *, layer: int, head: int) -> np.ndarray:
-    """Return the share of each source token in the head's attention of each target token, [T, S]."""
+    """Return each source token's share in the head's attention for each target token, [T, S]."""
+    # One group per source token keeps the keys separate.
     core = ObservedAttention(call=layer, head=head, groups_T=torch.arange(len(source)))
     model = load_model(folder, cores={"cross": core})
     count = len(source)
@@ -135,7 +137,7 @@ def observe(folder: Path, source: list[int], target: list[int], *, layer: int, h
 
 @styled
 def cross_figure(weights_TS: np.ndarray, target: list[str], source: list[str], caption: str, name: str) -> str:
-    """Draw target tokens down and source tokens across, with the attention as the color of each square."""
+    """Draw target tokens down and source tokens across, with attention as each square's colour."""
     height = 2.2 + 0.19 * len(target)
     figure, (axes,) = new_figure(1, height=height)
     image = axes.imshow(weights_TS, cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest", aspect="auto")

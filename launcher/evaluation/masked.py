@@ -1,8 +1,8 @@
-"""``evaluate --tasks masked,pairs``: score an encoder on masked tokens and on segment pairs of held-out rows.
+"""``evaluate --tasks masked,pairs``: score an encoder on masked tokens and on segment pairs in held-out rows.
 
-Rows are packed and masked as in training, the same ones each time. A pair head's accuracy is reported together with
-that of a rule without a model: segments belong together if they share enough words, by the threshold that is best on
-these same rows.
+Rows are packed and masked as in training, the same ones each time. A pair head's accuracy is reported with that of a
+rule without a model: segments belong together if they share enough words, by the threshold that is best on these same
+rows.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from parallel.mesh import Mesh
 MASKED, PAIRS = "masked", "pairs"
 SCORES = "masked.json"
 _PLACES = 4096
-"""Masked tokens whose logits there are at once."""
+"""Maximum masked tokens with logits in memory at once."""
 _ROWS, _ROW_TOKENS = 64, 512
 _LEAST_ROW, _LEAST_SEGMENTS = 2, 5
-"""Tokens of the shortest row, and of the shortest one with two segments."""
+"""Minimum tokens per row, and per row with two segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Computation):
-    """Options of the tasks ``masked`` and ``pairs``."""
+    """Options for the tasks ``masked`` and ``pairs``."""
 
     checkpoint: Path
     output: Path
     tasks: tuple[str, ...] = (MASKED,)
     text: str | None = None
-    """A shard folder, or its URL; None for what the checkpoint's run held out."""
+    """Shard folder or its URL; by default the checkpoint run's held-out split."""
     rows: int = _ROWS
     seq_len: int | None = None
-    """Tokens of a row; None is as the checkpoint's run has them."""
+    """Tokens per row; by default as in the checkpoint's run."""
     beyond_positions: bool = False
 
     def __post_init__(self) -> None:
@@ -87,6 +87,7 @@ def measure(options: Options, progress: Progress) -> dict[str, Any]:
         bar = progress if own_rank() == 0 else no_progress
         with bar("evaluating", loader.num_rows * loader.seq_len) as update:
             scores = Scores()
+            # Data ranks take rows in turn: one local row stands for ``mesh.data`` rows of progress.
             for number, shard in enumerate(loader.shares(lambda documents: _share(documents, mesh))):
                 batch = shard.unpack(device, build_objective(decoder, Objective(MASKED)).prepare)
                 scores.add(decoder, batch, opened.folder, options.dtype)
@@ -96,24 +97,26 @@ def measure(options: Options, progress: Progress) -> dict[str, Any]:
 
 
 def _share(documents: PackedDocuments, mesh: Mesh) -> Share:
-    """Return this rank's tokens of a row."""
+    """Return this rank's share of a row's tokens."""
     parts = num_parts(LAYOUT, mesh.context)
+    # Pad to a multiple of the layout's parts: ranks get equal shares.
     padded = documents.padded(-(-documents.num_tokens // parts) * parts)
     layout = SequenceLayout.build(LAYOUT, padded.num_tokens, mesh.context, padded, causal=False)
     return Share(padded, layout.rank_runs(mesh.context_rank), layout)
 
 
 class Scores:
-    """Sums of losses and correct predictions over rows."""
+    """Running sums over rows: losses and correct predictions."""
 
     def __init__(self) -> None:
-        # Targets, their losses, correct ones; then pairs, and correct ones.
+        # Target count, loss sum, correct targets; then pair count and correct pairs.
         self.sums = torch.zeros(5, dtype=torch.float64)
 
     @torch.no_grad()
     def add(self, decoder: Decoder, batch: Batch, folder: Path, dtype: str) -> None:
-        """Add a row, or this rank's part of one."""
+        """Add a row, or this rank's part."""
         hidden_NM, targets_N = hidden_states(decoder, batch).flatten(0, 1), batch.targets.flatten()
+        # Split the masked tokens: full [N, V] logits in float32 would not fit for a large vocabulary.
         for places in (targets_N != IGNORED_TARGET).nonzero().flatten().split(_PLACES):
             logits_cV = decoder.logits(hidden_NM[places][None])[0].float()
             nll_c = torch.nn.functional.cross_entropy(logits_cV, targets_N[places], reduction="none")
@@ -123,6 +126,7 @@ class Scores:
         if decoder.pair_head is None or batch.order is None:
             return
         order_N = batch.order.flatten()
+        # Only a pair's first token carries the pair's target.
         firsts = (order_N != IGNORED_TARGET).nonzero().flatten()
         said_F = decoder.pair_head(hidden_NM[firsts]).argmax(1)
         self.sums[3:] += torch.tensor([len(firsts), int((said_F == order_N[firsts]).sum())], dtype=torch.float64)
@@ -133,7 +137,7 @@ class Scores:
 
 
 def _open(options: Options) -> OpenedModel:
-    """Open an encoder. Raise ConfigError if it is not one, or lacks a required pair head."""
+    """Open an encoder; raise ConfigError if it is not one, or lacks a required pair head."""
     opened = open_model(options.checkpoint, None)
     if opened.model.causal or opened.model.encoder_layers:
         raise ConfigError(
@@ -149,7 +153,8 @@ def _open(options: Options) -> OpenedModel:
 
 
 def _loader(options: Options, opened: OpenedModel, mesh: Mesh) -> ValidationLoader:
-    """Build the loader of the held-out rows, one per micro-batch."""
+    """Build the loader for held-out rows, one per micro-batch."""
+    # Row length and mask follow the checkpoint's run, if its config is available.
     data: dict[str, Any] = {}
     run = run_of(opened.folder)
     if run is not None and (run / CONFIG_FILE).is_file():
@@ -186,7 +191,7 @@ def _check_row(seq_len: int, least: int, what: str) -> None:
 
 
 def _text(options: Options, opened: OpenedModel, run: Path | None) -> ShardSet:
-    """Return the named folder of texts, by default the held-out split of the checkpoint's run."""
+    """Return the named text folder, by default the held-out split from the checkpoint's run."""
     found = held_out_shards(options.text, run, option="--haystack")
     if found is not None:
         return found
@@ -211,15 +216,16 @@ def _write(options: Options, opened: OpenedModel, loader: ValidationLoader, sums
 
 
 def word_overlap_accuracy(loader: ValidationLoader) -> float:
-    """Return the share of pairs classified correctly by the best threshold of common tokens, on full unmasked rows."""
+    """Return the accuracy of the best threshold on common tokens for classifying pairs, over full unmasked rows."""
     shares, orders = [], []
     for row in range(loader.num_rows):
         for tokens, second, order in loader.segments(row):
             first_words, second_words = set(tokens[:second].tolist()), set(tokens[second:].tolist())
+            # Share of the second segment's distinct tokens that the first segment contains.
             shares.append(len(first_words & second_words) / max(1, len(second_words)))
             orders.append(order)
     together = np.array(orders)[np.argsort(shares, kind="stable")] == 0
-    # For each cut: all pairs after it are classified as belonging together, and none before it.
+    # For each cut, classify all pairs after it as belonging together, and all before it as separate.
     right = np.concatenate([[0], np.cumsum(~together)]) + np.concatenate([np.cumsum(together[::-1])[::-1], [0]])
     # A cut must not separate ties.
     ordered = np.sort(shares)

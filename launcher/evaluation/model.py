@@ -1,4 +1,4 @@
-"""Load a checkpoint's decoder for inference, on one process or a mesh, and compute how many prompts fit in memory."""
+"""Checkpoint loading for inference, in one process or on a mesh, and the number of prompts that fit in memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from parallel.parallelize import build_empty_decoder
 from parallel.runtime.device import free_bytes
 
 LAYOUT = "zigzag"
-"""How a chunk is split. Its queries visit the keys of every rank, so work is even in all layouts."""
+"""Split of a chunk over ranks. Queries visit the keys on every rank, so all layouts balance the work."""
 
 
 def build_decoder(opened: OpenedModel, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Build the checkpoint's decoder on this rank, ready to generate, with only the experts that the rank holds.
+    """Build the checkpoint's decoder on this rank, ready to generate, with only this rank's experts.
 
     Raise CheckpointError unless the checkpoint has exactly the decoder's tensors.
     """
@@ -34,14 +34,15 @@ def build_decoder(opened: OpenedModel, mesh: Mesh, dtype: torch.dtype, device: t
         decoder = Decoder(opened.model, seed=None)
     else:
         decoder = build_empty_decoder(opened.model, mesh, layout=LAYOUT)
+    # Convert the empty decoder: each weight is then rounded once, while it is copied.
     decoder = decoder.to(dtype).to(device)
     _fill(decoder, opened)
     return decoder.eval()
 
 
 def check_finite(nll: torch.Tensor, folder: Path, name: str, dtype: str) -> None:
-    """Raise CheckpointError unless every loss of a text is finite."""
-    # A single such number would falsify every mean that contains it.
+    """Raise CheckpointError unless all losses in a text are finite."""
+    # A single non-finite loss would spoil every mean that contains it.
     if not nll.isfinite().all():
         raise CheckpointError(
             f"{folder}: the loss of {name!r} is not finite from token {int((~nll.isfinite()).nonzero()[0]) + 1} on: "
@@ -61,6 +62,7 @@ def _fill(decoder: Decoder, opened: OpenedModel) -> None:
                 f"{opened.folder}: {name} holds numbers that are not finite, so the model can say nothing.\n"
                 "Take an earlier checkpoint: `checkpoint list` names them."
             )
+        # Checkpoints store all experts; this rank keeps its own.
         if is_expert_weight(name):
             values = values[decoder.dispatcher.local_experts]
         if values.shape != wanted[name].shape:
@@ -98,9 +100,9 @@ def fitting_together(
     chunk_tokens: int,
     most: int,
 ) -> int:
-    """Return the number of sequences of ``num_tokens`` that fit on every rank, from one to ``most``. Collective."""
+    """Return how many sequences with ``num_tokens`` fit on every rank, from one to ``most``. Collective."""
     of_one = cache_bytes(model, num_tokens, dtype, chunk_tokens=chunk_tokens, degree=mesh.context)
-    # Half of the free memory: growing buffers are copied, and a pass over a chunk needs memory of its own.
+    # Half of the free memory: growing buffers are copied, and a pass over a chunk needs memory too.
     fitting = free_bytes(device) // 2 // of_one
     # Ranks that share sequences must process the same number: the rank with the least memory decides.
     return max(1, min(most, min(gather_objects(fitting))))

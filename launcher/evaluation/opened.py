@@ -1,4 +1,4 @@
-"""Open a checkpoint or a Hugging Face folder for evaluation or generation. No weight is read."""
+"""Opening a checkpoint or a Hugging Face folder for evaluation or generation, without reading weights."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from longctx.generation.load import find_model, is_hf_folder
 from longctx.tokenizer import Tokenizer
 
 _SAMPLED_PARTS = 64
-"""Parts of 4 KiB of a Hugging Face file that its fingerprint is made of."""
+"""Number of 4 KiB parts per Hugging Face file in its fingerprint."""
 
 Reader = CheckpointReader | HfReader
-"""An opened checkpoint: names, shapes and weights one at a time."""
+"""Opened checkpoint: names, shapes and weights one at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """Config and tokenizer of a model, with a reader of its weights."""
+    """Model config and tokenizer, with a reader for the weights."""
 
     folder: Path
-    """The checkpoint, or the Hugging Face folder."""
+    """Checkpoint or Hugging Face folder."""
     reader: Reader
     model: ModelConfig
     fingerprint: str
-    """Changes with the weights."""
+    """Fingerprint that changes with the weights."""
     tokenizer: Tokenizer
-    """The model's own."""
+    """The model's own tokenizer."""
 
     @property
     def name(self) -> str:
-        """Short name of the model: run and step, or the folder."""
+        """Model's short name: run and step, or the folder."""
         return checkpoint_name(self.folder)
 
 
 def open_model(checkpoint: Path, tokenizer: Path | None) -> OpenedModel:
     """Open a checkpoint, a run's newest one, or a Hugging Face folder.
 
-    Raise a short error if there is none, if it has no tokenizer and none is named, or if the named tokenizer differs
-    from its own.
+    Raise a short error if it does not exist, if it has no tokenizer and none is named, or if the named tokenizer
+    differs from its own.
     """
     folder = find_model(checkpoint)
     reader, model, fingerprint = open_reader(folder)
@@ -54,7 +54,7 @@ def open_model(checkpoint: Path, tokenizer: Path | None) -> OpenedModel:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Return the run folder of a checkpoint; None if it is not in one."""
+    """Return a checkpoint's run folder; None if it is not in one."""
     parent = checkpoint.resolve().parent
     if parent.name == CHECKPOINTS:
         return parent.parent
@@ -62,7 +62,7 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def checkpoint_name(folder: Path) -> str:
-    """Return the short name of a checkpoint: run and step, or the folder."""
+    """Return a checkpoint's short name: run and step, or the folder."""
     run = run_of(folder)
     if run is None:
         return folder.resolve().name
@@ -70,10 +70,12 @@ def checkpoint_name(folder: Path) -> str:
 
 
 def open_reader(folder: Path) -> tuple[Reader, ModelConfig, str]:
-    """Return the checkpoint's reader, its model, and a fingerprint of its weights."""
+    """Return the checkpoint's reader, model config and weight fingerprint."""
     if not is_hf_folder(folder):
         reader = CheckpointReader(folder)
+        # A manifest's hash covers the hashes of all its files.
         return reader, model_config(reader), reader.manifest["hash"]
+    # Hugging Face folders contain no hash: sample their files.
     hf = HfReader(folder)
     digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
@@ -83,7 +85,7 @@ def open_reader(folder: Path) -> tuple[Reader, ModelConfig, str]:
 
 
 def check_reads_text(opened: OpenedModel, asked: str) -> None:
-    """Raise ConfigError if the model cannot read a text left to right without a source. ``asked`` names the request."""
+    """Raise ConfigError if the model cannot read a text left to right without a source; ``asked`` names the request."""
     model = opened.model
     if model.encoder_layers:
         raise ConfigError(
@@ -109,12 +111,12 @@ def check_positions(
 ) -> None:
     """Raise ConfigError for more tokens than the model has positions, unless ``beyond`` allows it and they exist.
 
-    ``asked`` names the request for that many tokens, ``advice`` a request that fits, and ``option`` the way to go
-    beyond (None if that is not possible).
+    ``asked`` names the request for these tokens, ``advice`` a request that fits, and ``option`` the way to exceed the
+    limit (None if that is not possible).
     """
     if num_tokens <= model.max_positions:
         return
-    # A learned table has no row for them, so going beyond is impossible.
+    # A learned table has no row for them, so exceeding the limit is impossible.
     if model.position == "learned":
         raise ConfigError(f"{asked}: the model has {model.max_positions} learned positions. {advice}.")
     if not beyond:
@@ -126,7 +128,7 @@ def check_positions(
 
 
 def _sampled_bytes(path: Path) -> bytes:
-    """Return samples of a file: reading a large model takes minutes, and training changes almost every byte."""
+    """Return samples from a file: reading a large model takes minutes, and training changes almost every byte."""
     size = path.stat().st_size
     with path.open("rb") as file:
         parts = []

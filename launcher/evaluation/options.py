@@ -1,4 +1,4 @@
-"""Options of ``evaluate``, checked by themselves before any file is opened."""
+"""Options for ``evaluate``, checked for consistency before any file is opened."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from longctx.evaluation.task import DEPTHS, SEED, RulerFiles, Task, spread
 Number = TypeVar("Number", int, float)
 
 SAMPLES = 22
-"""Samples of each task and length: two for each of the eleven depths."""
+"""Samples per task and length: two for each of eleven depths."""
 TEACHER_FORCED_FROM = 262_144
-"""Tokens from which on an answer is not generated where one pass over the right answer measures the same."""
+"""Length from which an answer is not generated if one pass over the expected answer measures the same."""
 MEASURES = {
     "ppl": "loss of whole documents by position and by distance; perplexity; no score",
     "longppl": "perplexity of the tokens that need far context (LongPPL's rule, the model is its own judge); no score",
 }
-"""Tasks of their own kind, which read text and score no answer."""
+"""Tasks that read text and score no answer."""
 OF_ENCODERS = {
     "translation": "BLEU and chrF of held-out pairs; needs an encoder beside the decoder, and no other task",
     "masked": "loss and accuracy of masked tokens of held-out rows; needs model.causal=false",
     "pairs": "accuracy of the pair head, beside that of common words; needs model.pair_head",
 }
-"""What models with an encoder, or that are one, are asked; each by itself, but masked and pairs together."""
+"""Tasks for models that have an encoder or are one; each runs alone, except masked and pairs together."""
 _NEEDS_FILE = {"ruler_qa_1": "squad", "ruler_qa_2": "hotpotqa"}
-"""RULER's tasks whose file a user supplies."""
+"""RULER tasks that need a file from the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongPPL:
-    """Rule for the tokens of a text that need far context."""
+    """Rule for tokens that need far context."""
 
     truncation: int = 4096
-    """Tokens of near context that a token always has."""
+    """Near-context tokens that every token has."""
     window: int = 1024
-    """Tokens that are read with one near context."""
+    """Tokens read with one near context."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Computation):
-    """Options of one ``evaluate`` call."""
+    """Options for one ``evaluate`` call."""
 
     checkpoint: Path
     output: Path
     tasks: tuple[str, ...]
     """Names as given: tasks, groups, measures."""
     lengths: tuple[int, ...]
-    """Ascending, each once."""
+    """Ascending and unique."""
     samples: int = SAMPLES
     haystack: str | None = None
-    """A folder of text or of shards, or its URL."""
+    """Folder with text or shards, or its URL."""
     tokenizer: Path | None = None
     seed: int = SEED
     depths: tuple[float, ...] = DEPTHS
@@ -64,13 +64,13 @@ class Options(Computation):
     teacher_forced_from: int = TEACHER_FORCED_FROM
     beyond_positions: bool = False
     chat_template: str = "none"
-    """Whether the model's chat template renders prompts: "none", or "auto", if it has one."""
+    """"auto" renders prompts by the model's chat template if it has one; "none" never does."""
     ruler: RulerFiles = field(default_factory=RulerFiles)
     longppl: LongPPL = field(default_factory=LongPPL)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Check the names first, so that a wrong one fails at once.
+        # Check the names first, so that an invalid one fails at once.
         tasks, measures, _ = self.chosen()
         if self.chat_template != "none":
             _check_asking(tasks, measures)
@@ -82,7 +82,7 @@ class Options(Computation):
             raise ConfigError(f"--teacher-forced-from {self.teacher_forced_from} must not be negative; 0 is always.")
         if self.longppl.truncation < 1 or self.longppl.window < 1:
             raise ConfigError(f"LongPPL wants a truncation and a window of at least 1 token, not {self.longppl}.")
-        # Every token of a short text has its full context: there is no far context to compare with.
+        # In a text this short, every token has its full context: there is no far context to compare with.
         if "longppl" in self.tasks and max(self.lengths) <= self.longppl.truncation:
             raise ConfigError(
                 f"longppl compares with a context of {self.longppl.truncation} tokens, and --lengths "
@@ -90,15 +90,16 @@ class Options(Computation):
             )
 
     def chosen(self) -> tuple[list[Task], list[str], list[str]]:
-        """Return the tasks with a score, the measures, and the tasks of a group that lack the user's file."""
+        """Return the scored tasks, the measures, and group members without their required user file."""
         names = [name for name in self.tasks if name not in MEASURES]
         measures = [name for name in MEASURES if name in self.tasks]
+        # Measures alone are valid, but ``find_tasks`` refuses an empty list.
         if not names and measures:
             return [], measures, []
         _check_names(names)
         tasks, left_out = [], []
         for task in find_tasks(names):
-            # A group includes only the tasks that can be run; a task by its own name is required.
+            # A group includes only tasks that can run; a task requested by name must run.
             if self._lacks_file(task.name) and task.name not in names:
                 left_out.append(task.name)
             else:
@@ -120,20 +121,20 @@ def split_lengths(text: str) -> tuple[int, ...]:
 
 
 def _tokens(text: str) -> int:
-    """Return a number of tokens; ``k`` and ``M`` behind it are powers of 1,024."""
+    """Parse a token count; the suffixes ``k`` and ``M`` are powers of 1,024."""
     number = text.strip().lower()
     power = {"k": 1, "m": 2}.get(number[-1:], 0)
     return int(number[: len(number) - bool(power)]) * 1024**power
 
 
 def split_depths(text: str) -> tuple[float, ...]:
-    """Split ``0,0.5,1`` into depths, in the order in which samples take them. Raise ConfigError for a non-number."""
+    """Split ``0,0.5,1`` into depths in sampling order; raise ConfigError for a non-number."""
     found = _numbers(text, float, "--depths", "fractions from 0 to 1: --depths 0,0.5,1")
     return spread(found) if found else ()
 
 
 def lines_of_tasks() -> list[str]:
-    """Return a line for each task, measure and group."""
+    """Return one line per task, measure and group."""
     width = max(len(name) for name in TASKS | GROUPS)
     lines = list(task_lines())
     lines += [f"{name:{width}}  {measures}" for name, measures in MEASURES.items()]
@@ -144,7 +145,7 @@ def lines_of_tasks() -> list[str]:
 
 def _numbers(text: str, kind: Callable[[str], Number], flag: str, wanted: str) -> list[Number]:
     try:
-        # int() also accepts the spelling 131_072 of configs.
+        # int() also accepts underscores as in configs: 131_072.
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise ConfigError(f"{flag} {text}: give {wanted}.") from error

@@ -1,4 +1,4 @@
-"""Figures of position embeddings: values of some positions, values of some channels, and similarities.
+"""Position embedding plots: values for some positions, values for some channels, and similarities.
 
 Axes: P positions, M channels.
 """
@@ -23,18 +23,18 @@ from longctx.generation.load import find_model, load_model
 from longctx.model.rotary import sinusoidal_embedding
 
 POSITIONS = 512
-"""Positions that are drawn unless so many are asked for."""
+"""Default number of positions to draw."""
 _LINES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionOptions:
-    """Options of one ``attention --positions`` call."""
+    """Options for one ``attention --positions`` call."""
 
     checkpoint: Path
     output: Path
     length: int | None = None
-    """Positions."""
+    """Positions to draw."""
 
     def __post_init__(self) -> None:
         if self.length is not None and self.length < 2:
@@ -42,7 +42,7 @@ class PositionOptions:
 
 
 def draw_positions(options: PositionOptions) -> list[Path]:
-    """Write the picture, and the values as CSV; return their paths."""
+    """Write the plot, and the values as CSV; return their paths."""
     folder = find_model(options.checkpoint)
     _, model, _ = open_reader(folder)
     length = _length(options, model, folder)
@@ -61,12 +61,13 @@ def draw_positions(options: PositionOptions) -> list[Path]:
 
 
 def _length(options: PositionOptions, model: ModelConfig, folder: Path) -> int:
-    """Return the number of positions to draw. ConfigError for a model without position embeddings or with too few."""
+    """Return how many positions to draw; raise ConfigError for a model without position embeddings, or with too few."""
     if model.position not in ("learned", "sinusoidal", "sinusoidal_halves"):
         raise ConfigError(
             f"{folder} adds nothing to its tokens for their positions (model.position={model.position}), so there is "
             "nothing to draw. Leave --positions out: attention shows what positions do."
         )
+    # Sinusoidal positions have no limit; a learned table ends at ``max_positions``.
     if options.length is None:
         return min(POSITIONS, model.max_positions)
     if model.position == "learned" and options.length > model.max_positions:
@@ -83,21 +84,23 @@ def position_values(folder: Path, model: ModelConfig, length: int) -> np.ndarray
     positions_1P = torch.arange(length)[None]
     if model.position == "learned":
         table = load_model(folder).model.embed_positions
+        # Some families reserve the table's first rows.
         return table(positions_1P + model.position_offset)[0].float().numpy()
     halves = model.position == "sinusoidal_halves"
     return sinusoidal_embedding(positions_1P, model.embedding_dim, torch.float32, halves=halves)[0].numpy()
 
 
 def similarities(values_PM: np.ndarray) -> np.ndarray:
-    """Return the cosine similarity of each pair of positions, [P, P]."""
+    """Return the cosine similarity for each pair of positions, [P, P]."""
     norms_P1 = np.linalg.norm(values_PM, axis=1, keepdims=True)
+    # The smallest normal float avoids 0 / 0 for an untrained all-zero position.
     unit_PM = values_PM / np.maximum(norms_P1, np.finfo(np.float32).tiny)
     return unit_PM @ unit_PM.T
 
 
 @styled
 def position_figure(values_PM: np.ndarray, caption: str) -> str:
-    """Draw three panels: channels of some positions, positions of some channels, and similarities."""
+    """Draw three panels: channels for some positions, positions for some channels, and similarities."""
     count, channels = values_PM.shape
     figure, (of_position, of_channel, alike) = new_figure(1, rows=3, height=13.0)
     for position in np.unique(np.linspace(0, count - 1, _LINES).astype(int)):

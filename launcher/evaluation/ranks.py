@@ -1,4 +1,4 @@
-"""The ranks of a command that computes with a checkpoint: process group and mesh."""
+"""Process group and mesh for commands that compute with a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel.runtime.launched import environment_rank
 
 @contextmanager
 def joined_ranks(options: Computation) -> Iterator[torch.device]:
-    """Join the ranks that a launcher started, or be a process alone, within the block; yield the rank's device."""
+    """Join the ranks that a launcher started, or run as a single process, within the block; yield the rank's device."""
     _, world_size = environment_rank()
     check_hostfile(options.hostfile, world_size)
     device = choose_device(options.device, "--device", context=options.context, expert=options.expert)
@@ -30,10 +30,7 @@ def joined_ranks(options: Computation) -> Iterator[torch.device]:
 
 
 def build_mesh(model: ModelConfig, *, context: int, expert: int) -> Mesh:
-    """Return the mesh of all ranks; ``context`` of them share a prompt (0: all), ``expert`` the experts. Collective.
-
-    Raise ConfigError unless the degrees fit the ranks, the experts and each other.
-    """
+    """Build the mesh over all ranks: ``context`` share a prompt (0: all), ``expert`` share the experts. Collective."""
     world_size = num_ranks()
     context = context or world_size
     check_degrees(world_size, context=context, expert=expert)

@@ -1,4 +1,4 @@
-"""Write the results of an evaluation: JSON, CSV, pictures, and a page or a part of the run's page."""
+"""Evaluation output: JSON, CSV, plots, and a page or a part of the run's page."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TABLES = {
     "areas": area_rows,
     "losses": loss_rows,
 }
-"""CSV files by name, beside those of the pictures."""
+"""CSV files by name, in addition to those for the plots."""
 
 
 def write_results(folder: Path) -> Path:
-    """Write every table and picture from the folder's rows; return the page that shows them."""
+    """Write every table and plot from the folder's rows; return the page that shows them."""
     evaluation = load_evaluation(folder)
     summary = json.dumps(summary_of(evaluation), indent=1, ensure_ascii=False)
     write_atomically(folder / SUMMARY_FILE, f"{summary}\n".encode())
@@ -40,17 +40,19 @@ def write_results(folder: Path) -> Path:
         rows = make(evaluation)
         if rows:
             write_csv(folder / f"{name}.csv", rows)
+    # Draw once: the files and the page share the SVGs.
     drawn = pictures(evaluation)
     for picture in drawn:
         _write_picture(folder, picture)
     run = run_above(folder)
+    # Inside a run folder, the run's report shows the evaluation.
     if run is not None:
         return write_report(run)
     return write_page(lambda: _page(evaluation, drawn), folder / REPORT_FILE, REPORT_FILE)
 
 
 def run_above(folder: Path) -> Path | None:
-    """Return the run folder one or two levels above an evaluation, which includes it in its report; else None."""
+    """Return the run folder one or two levels above an evaluation, which reports it; None outside a run."""
     for parent in list(folder.resolve().parents)[:2]:
         if (parent / CONFIG_FILE).is_file() and (parent / METRICS_FILE).is_file():
             return parent

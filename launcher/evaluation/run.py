@@ -1,8 +1,8 @@
-"""``evaluate``: check all input, load the model, measure sample after sample, write tables and pictures.
+"""``evaluate``: check all input, load the model, measure samples, write tables and plots.
 
-The ranks of a context group share each sample; each data rank has samples of its own. The first rank of a group creates
-its samples and sends them to the others. Rank 0 writes every row before the next samples begin. Short samples are
-measured in batches.
+Ranks in a context group share each sample; each data rank measures different samples. A group's first rank creates its
+samples and sends them to the others. Rank 0 writes every row before the next samples start. Short samples are measured
+in batches.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ log = logging.getLogger(__name__)
 
 Update = Callable[..., None]
 Progress = Callable[..., AbstractContextManager[Update]]
-"""From what is done, and the tokens to read if they are known, to something that is told how many are done."""
+"""Factory for a progress display, from a label and the total tokens if known; it receives the completed tokens."""
 Value = TypeVar("Value")
 TOGETHER_TOKENS = 131_072
-"""Most tokens of the samples that are measured together: a command that is stopped loses them."""
+"""Maximum tokens in samples measured together: an interrupted command loses them."""
 _MOST_PROBLEMS = 8
-"""Tasks whose problems stand on one screen."""
+"""Maximum reported tasks with problems: they fit on one screen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Missing samples of one task and length."""
+    """Missing samples for one task and length."""
 
     name: str
     length: int
     indices: tuple[int, ...]
     task: Task | None
-    """None for losses of texts."""
+    """None for text losses."""
 
 
 def evaluate(options: Options, progress: Progress) -> Path:
@@ -69,11 +69,12 @@ def run(options: Options, device: torch.device, progress: Progress) -> Path:
     """Run ``evaluate`` on the current process group, if any. Collective."""
     if own_rank() != 0:
         progress = no_progress
-    # From cheap to expensive, and all checks before any allocation.
+    # Order checks from cheap to expensive, all before any allocation.
     with progress("reading text, trying each task"):
         subject = on_every_rank(lambda: open_subject(options))
         mesh = build_mesh(subject.model, context=options.context, expert=options.expert)
         texts, without_room = on_rank_0(lambda: _read_and_check(options, subject))
+    # Filled on rank 0 only.
     stores: list[Store] = []
     with ExitStack() as stack:
         done = on_rank_0(lambda: _open_store(options, subject, texts, stores, stack))
@@ -88,13 +89,13 @@ def run(options: Options, device: torch.device, progress: Progress) -> Path:
 
 
 def missing_jobs(options: Options, texts: Texts, done: set[Key], without_room: Collection[Cell] = ()) -> list[Job]:
-    """Return the missing jobs of cells with room, short lengths first so that errors show early."""
+    """Return the missing jobs in cells with room, short lengths first so that errors show early."""
     tasks, measures, _ = options.chosen()
     jobs = []
     for length in options.lengths:
         wanted: list[tuple[str, Task | None, int]] = [(task.name, task, options.samples) for task in tasks]
         for measure in measures:
-            # Every token of a shorter text has its full context in LongPPL's near one.
+            # In a shorter text, LongPPL's near context is the full context.
             if measure == "ppl" or length > options.longppl.truncation:
                 wanted.append((measure, None, len(texts[length])))
         for name, task, count in wanted:
@@ -111,7 +112,7 @@ def deal(indices: Sequence[int], degree: int) -> list[tuple[int, ...]]:
 
 
 def consecutive(indices: Sequence[int]) -> Iterator[range]:
-    """Yield the indices as ranges, because some tasks draw all earlier samples for each call."""
+    """Yield the indices as ranges: some tasks sample from the start in each call."""
     start = 0
     for at in range(1, len(indices) + 1):
         if at == len(indices) or indices[at] != indices[at - 1] + 1:
@@ -120,7 +121,7 @@ def consecutive(indices: Sequence[int]) -> Iterator[range]:
 
 
 class _Evaluator:
-    """Evaluator of jobs on a mesh; rank 0 has the store."""
+    """Job evaluator on a mesh; rank 0 has the store."""
 
     def __init__(
         self,
@@ -137,13 +138,15 @@ class _Evaluator:
         self._texts, self._stores = texts, stores
 
     def measure(self, jobs: Sequence[Job], update: Update) -> None:
-        """Measure and store every sample of the jobs. Collective."""
+        """Measure and store all samples of the jobs. Collective."""
         done = 0
         update(0)
         for job in jobs:
             blocks = deal(job.indices, self._mesh.data)
             mine = blocks[self._mesh.data_rank]
+            # The generator continues across rounds, so each sample is created once.
             samples, together = self._samples(job, mine), self._together(job)
+            # Every rank takes part in each round, even without samples left: storing is collective.
             for at in range(0, max(len(block) for block in blocks), together):
                 rows = self._measure_some(job, mine[at : at + together], samples)
                 on_every_rank(lambda rows=rows: self._store(rows))
@@ -151,7 +154,7 @@ class _Evaluator:
                 update(done, note=f"{job.name} at {job.length:,}")
 
     def _together(self, job: Job) -> int:
-        """Return the number of the job's samples that each context group measures together. Collective."""
+        """Return how many of the job's samples each context group measures together. Collective."""
         if job.task is None:
             return 1
         return fitting_together(
@@ -167,21 +170,22 @@ class _Evaluator:
     def _measure_some(
         self, job: Job, indices: Sequence[int], samples: Iterator[tuple[Sample, Prompt]]
     ) -> list[ScoreRow | LossRow]:
-        """Return the rows of all data ranks, each measuring its own samples; a rank may have none left. Collective."""
+        """Return the rows from all data ranks, each measuring its own samples, if it has any left. Collective."""
         rows: Sequence[ScoreRow | LossRow]
         if job.task is not None:
             rows = self._scores(job.task, len(indices), samples)
         else:
             rows = on_every_rank(lambda: [self._loss(job, index) for index in indices])
-        # All ranks of a context group have the rows; one of them sends them.
+        # All ranks in a context group have the rows; only its first rank sends them.
         if self._mesh.context_rank != 0:
             rows = []
         return [row for of_rank in gather_objects(rows) for row in of_rank]
 
     def _scores(self, task: Task, count: int, samples: Iterator[tuple[Sample, Prompt]]) -> list[ScoreRow]:
-        """Return the rows of the next ``count`` samples."""
+        """Return the rows for the next ``count`` samples."""
         problem, made = None, None
         try:
+            # Create samples once per context group: the other ranks receive them.
             if self._mesh.context_rank == 0:
                 made = list(islice(samples, count))
         except LongCtxError as error:
@@ -204,8 +208,9 @@ class _Evaluator:
         rule = self._options.longppl
         near = []
         for start, stop in near_windows(len(ids), truncation=rule.truncation, window=rule.window):
-            # A token's loss is at its index minus one: the first token has none.
+            # A token's loss is at its index minus one: the first token has no loss.
             near.append(self._nll(text, ids[start:stop])[rule.truncation - 1 :])
+        # The first tokens are within the near context, so they have no near loss.
         near_nll = torch.cat(near)
         return key_row(job.name, job.length, index, text.name, nll[-len(near_nll) :].numpy(), near_nll.numpy())
 
@@ -229,7 +234,7 @@ class _Evaluator:
 
 
 def share(mesh: Mesh, value: Value | None) -> Value:
-    """Broadcast the value of the context group's first rank to all of its ranks. Collective."""
+    """Broadcast a value from the context group's first rank to all its ranks. Collective."""
     if mesh.control_group is None:
         return cast(Value, value)
     doing = "waiting for what the first rank of its sequence reads"
@@ -237,7 +242,7 @@ def share(mesh: Mesh, value: Value | None) -> Value:
 
 
 def _read_and_check(options: Options, subject: Subject) -> tuple[Texts, frozenset[Cell]]:
-    """Return the texts for losses and the cells that are left out, after making one sample of every other task.
+    """Return the texts for losses and the cells that are left out, after making one sample per remaining task.
 
     Errors name short or missing texts.
     """
@@ -251,12 +256,13 @@ def _read_and_check(options: Options, subject: Subject) -> tuple[Texts, frozense
             for length in alike:
                 tried.append(length)
                 last = _misfit(subject, task, length, options.samples, without_room, problems) or last
-                # Longer ones have room too.
+                # Longer cells fit too.
                 if (task.name, length) not in without_room:
                     break
         # The shortest length reveals prompts that do not fit, the longest one texts and word lists that are too short.
         if left and left[-1] not in tried and (task.needs_haystack or not isinstance(task, FittedTask)):
             last = _misfit(subject, task, left[-1], options.samples, without_room, problems) or last
+    # Report all problems at once, before the model is loaded.
     if problems:
         raise _all_of(problems)
     if last is not None and not measures and len(without_room) == len(tasks) * len(options.lengths):
@@ -277,11 +283,11 @@ def _misfit(
     without_room: set[Cell],
     problems: dict[str, LongCtxError],
 ) -> LengthError | None:
-    """Try a cell's samples; note that there is no room for one, and return the error, or note another problem."""
+    """Try a cell's samples; record that one does not fit and return the error, or record another problem."""
     try:
         try_samples(subject.setting, task, length, count)
     except LengthError as error:
-        # With the words of this haystack it is longer than with those of the stand-in.
+        # With this haystack's words the prompt is longer than with the stand-in's.
         without_room.add((task.name, length))
         return error
     except LongCtxError as error:
@@ -290,7 +296,7 @@ def _misfit(
 
 
 def _all_of(problems: dict[str, LongCtxError]) -> LongCtxError:
-    """Combine the errors of several tasks, so that a user can fix all of them before the next start."""
+    """Combine errors from several tasks, so that a user can fix all before the next start."""
     first, *others = problems.values()
     if not others:
         return first
@@ -301,7 +307,7 @@ def _all_of(problems: dict[str, LongCtxError]) -> LongCtxError:
 
 
 def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[Store], stack: ExitStack) -> set[Key]:
-    """Open the output folder on rank 0, locked until the stack is closed; return the finished samples in it."""
+    """Open the output folder on rank 0, locked until the stack closes; return its finished samples."""
     stack.enter_context(locked(options.output))
     store = Store(options.output, settings_of(options, subject), text_settings(subject))
     store.check_texts(texts)
@@ -310,5 +316,5 @@ def _open_store(options: Options, subject: Subject, texts: Texts, stores: list[S
 
 
 def no_progress(*_: Any) -> AbstractContextManager[Update]:
-    """Return the progress display of ranks other than rank 0, which shows no output."""
+    """Return the progress display for other ranks than rank 0, without output."""
     return nullcontext(lambda *_, **__: None)

@@ -1,6 +1,6 @@
-"""``score``: the log-likelihood of every token of a shard folder, over ranks, in Arrow files.
+"""``score``: log-likelihoods for every token in a shard folder, over ranks, in Arrow files.
 
-The ranks of a context group share each document; each data rank has documents of its own. Documents are processed in
+Ranks in a context group share each document; each data rank scores different documents. Documents are processed in
 blocks, and a block's file is written when it is complete: the same command continues after the last file.
 """
 
@@ -39,25 +39,25 @@ from parallel.mesh import Mesh
 
 SETTINGS_FILE = "scores.json"
 BLOCK_TOKENS = 1 << 20
-"""Tokens of a block: a command that is stopped loses no more, and rank 0 holds the scores of as many."""
+"""Tokens per block: an interrupted command loses at most one block, and rank 0 holds one block's scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions(Computation):
-    """Options of one ``score`` call, equal on every rank."""
+    """Options for one ``score`` call, equal on every rank."""
 
     checkpoint: Path
     data: str
-    """A shard folder, or its URL."""
+    """Shard folder or its URL."""
     output: Path
     tokenizer: Path | None = None
     experts: bool = False
-    """Whether the choices of experts are written too."""
+    """Also write expert choices."""
     beyond_positions: bool = False
 
 
 def score(options: ScoreOptions, progress: Progress) -> Total:
-    """Score every document on the ranks that a launcher started, or in this process; return the sums."""
+    """Score every document on the ranks that a launcher started, or in this process; return the totals."""
     with joined_ranks(options) as device:
         return run(options, device, progress)
 
@@ -81,7 +81,7 @@ def run(options: ScoreOptions, device: torch.device, progress: Progress) -> Tota
 
 
 class _Scorer:
-    """Scorer of document blocks on a mesh; rank 0 writes their files."""
+    """Document block scorer on a mesh; rank 0 writes the files."""
 
     def __init__(
         self, options: ScoreOptions, opened: OpenedModel, shards: ShardSet, mesh: Mesh, decoder: Decoder
@@ -95,9 +95,10 @@ class _Scorer:
         update(0)
         for block in blocks:
             lengths = _lengths(self._shards, block)
+            # Balance by length: attention makes long documents dominate a block's time.
             mine = [block[at] for at in deal(lengths.tolist(), self._mesh.data)[self._mesh.data_rank]]
             scores = on_every_rank(lambda mine=mine: {document: self._of_document(document) for document in mine})
-            # All ranks of a context group have the scores; one of them sends them.
+            # All ranks in a context group have the scores; only its first rank sends them.
             if self._mesh.context_rank != 0:
                 scores = {}
             found = {document: of_one for part in gather_objects(scores) for document, of_one in part.items()}
@@ -106,7 +107,7 @@ class _Scorer:
             update(done, note=f"{block.stop:,} of {self._shards.num_documents:,} documents")
 
     def _of_document(self, document: int) -> TokenScores | None:
-        """Return the scores of a document, on the CPU; None if it has no second token."""
+        """Return a document's scores, on the CPU; None if it has no second token."""
         self._shards.check_files([document])
         ids = self._shards.document(document).astype(np.int64)
         if len(ids) < 2:
@@ -123,6 +124,7 @@ class _Scorer:
         documents = []
         for document in block:
             scores = found[document]
+            # A document without a second token still gets a record: document numbers must stay contiguous.
             nll, experts = None, None
             if scores is not None:
                 nll = scores.nll.numpy()
@@ -145,7 +147,7 @@ class _Scorer:
 
 
 def _open(options: ScoreOptions) -> tuple[OpenedModel, ShardSet]:
-    """Open model and shards. Raise a short error unless they fit each other."""
+    """Open model and shards; raise a short error unless they fit each other."""
     opened = open_model(options.checkpoint, options.tokenizer)
     check_reads_text(opened, "score")
     if options.experts and not opened.model.num_experts:
@@ -155,6 +157,7 @@ def _open(options: ScoreOptions) -> tuple[OpenedModel, ShardSet]:
         check_same_tokenizer(opened.folder, shards)
     else:
         check_named_tokenizer(opened.tokenizer, shards)
+    # Check the longest document before any is scored.
     check_positions(
         opened.model,
         shards.longest_document(),
@@ -166,8 +169,9 @@ def _open(options: ScoreOptions) -> tuple[OpenedModel, ShardSet]:
 
 
 def _blocks(shards: ShardSet) -> Iterator[range]:
-    """Yield neighbouring documents of about ``BLOCK_TOKENS``, the same on any number of ranks."""
+    """Yield neighbouring documents in ranges of about ``BLOCK_TOKENS``, the same for any number of ranks."""
     lengths = _lengths(shards, range(shards.num_documents))
+    # Assign a document by its first token, so that blocks do not depend on ranks or resumes.
     of_block = (np.cumsum(lengths) - lengths) // BLOCK_TOKENS
     bounds = [0, *(np.flatnonzero(np.diff(of_block)) + 1).tolist(), len(lengths)]
     for start, stop in pairwise(bounds):
@@ -186,9 +190,9 @@ def _file_of(folder: Path, block: range) -> Path:
 def _settle(
     options: ScoreOptions, opened: OpenedModel, shards: ShardSet, blocks: Sequence[range], stack: ExitStack
 ) -> list[range]:
-    """Return the blocks without a file. The folder is locked until the stack is closed.
+    """Return the blocks without a file; the folder is locked until the stack closes.
 
-    Raise ConfigError with the settings that differ from those of the existing files.
+    Raise ConfigError with all settings that differ from the existing files.
     """
     stack.enter_context(locked(options.output))
     settings = {
@@ -212,6 +216,7 @@ def _settle(
                 f"--output {options.output} holds scores with other settings:\n" + "\n".join(lines) + "\nTake the same "
                 "settings to go on with it, or another --output."
             )
+    # Write the settings before any scores: a later call must always find them.
     write_atomically(path, f"{json.dumps(settings, indent=1)}\n".encode())
     return [block for block in blocks if not _file_of(options.output, block).is_file()]
 
@@ -227,5 +232,5 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _experts_a_token(model: ModelConfig) -> int:
-    """Return the number of experts that read a token: those of the first expert layer, then of the next."""
+    """Return the expert choices per token, over all expert layers."""
     return model.experts_per_token * sum(model.has_experts(layer) for layer in range(model.num_layers))

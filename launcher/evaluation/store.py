@@ -1,4 +1,4 @@
-"""Output folder of an evaluation: its settings, and every row as soon as it is known."""
+"""Evaluation output folder: its settings, and every row as soon as it is known."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ log = logging.getLogger(__name__)
 
 LOCK_FILE = ".evaluation.lock"
 _MAY_DIFFER = ("date", "version", "model", "checkpoint")
-"""Settings that a second call in the same folder need not share: a checkpoint that was moved has the same weights."""
+"""Settings that a second call in the same folder may change: a checkpoint that was moved has the same weights."""
 
 
 def settings_of(options: Options, subject: Subject) -> dict[str, Any]:
-    """Return all settings that a row depends on besides its task, length and index; degrees and device do not count."""
+    """Return all settings that affect a row, except task, length and index; degrees and device do not count."""
     return {
+        # Parallel degrees and device change rounding only, so a resume may use others.
         "model": subject.name,
         "checkpoint": str(subject.folder.resolve()),
         "weights": subject.fingerprint,
@@ -60,7 +61,7 @@ def settings_of(options: Options, subject: Subject) -> dict[str, Any]:
 
 
 def text_settings(subject: Subject) -> dict[str, Any]:
-    """Return the additional settings of rows that read text."""
+    """Return additional settings for rows that read text."""
     haystack = None
     if subject.setting.haystack is not None:
         digest = xxhash.xxh3_128()
@@ -75,7 +76,7 @@ def text_settings(subject: Subject) -> dict[str, Any]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create the folder and lock it for this process. Raise ConfigError if another evaluation writes into it.
+    """Create the folder and lock it for this process; raise ConfigError if another evaluation writes into it.
 
     The system frees the lock when the process ends, even after a crash.
     """
@@ -84,6 +85,7 @@ def locked(folder: Path) -> Iterator[None]:
         file = (folder / LOCK_FILE).open("ab")
     with file:
         try:
+            # Lock by flock, not by the file's existence: the lock cannot outlive the process.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
@@ -100,12 +102,12 @@ class Store:
     """Output folder opened for writing; a second evaluation in it continues after the first one's rows."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], texts: dict[str, Any]) -> None:
-        """Settle the folder's settings. Raise ConfigError with those that differ from the settings of existing rows."""
+        """Check and store the folder's settings; raise ConfigError with those that differ from existing rows."""
         self.folder = folder
         if (folder / SETTINGS_FILE).is_file():
             before = read_settings(folder)
             _check_same(folder, before, settings | texts)
-            # Settings of text that earlier tasks left open are set by the first task that reads text.
+            # The first task that reads text sets the text settings that earlier tasks left open.
             merged = before | {name: value for name, value in texts.items() if value is not None}
         else:
             _check_free(folder)
@@ -120,7 +122,7 @@ class Store:
         return set(self._rows)
 
     def check_texts(self, texts: Texts) -> None:
-        """Raise DataError for a stored loss of a different text than the one that now has its number."""
+        """Raise DataError if a stored loss belongs to a different text than the one that now has its number."""
         for (task, length, index), row in self._rows.items():
             known = texts.get(length, [])[index : index + 1]
             if isinstance(row, LossRow) and known and row.document != known[0].name:
@@ -140,7 +142,7 @@ class Store:
         self._rows.update({(row.task, row.length, row.index): row for row in rows})
 
     def _drop_cut_line(self) -> None:
-        """Remove an incomplete line of a killed process."""
+        """Remove an incomplete line left by a killed process."""
         path = self.folder / RESULTS_FILE
         if path.is_file() and path.stat().st_size > whole_bytes(path):
             with explained_writes(path):
@@ -157,12 +159,12 @@ def _check_free(folder: Path) -> None:
 
 
 def _check_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ConfigError with a line for each setting that differs."""
+    """Raise ConfigError with one line per setting that differs."""
     lines = []
     for name, value in now.items():
         if name in _MAY_DIFFER or before.get(name) == value:
             continue
-        # A task that reads no text does not depend on the text of the others.
+        # A task that reads no text does not depend on the other tasks' text.
         if name in ("haystack", "text_folder") and None in (value, before.get(name)):
             continue
         lines.append(f"  {name}: there {before.get(name)!r}, now {value!r}")

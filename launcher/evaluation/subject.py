@@ -1,4 +1,4 @@
-"""Subject of an evaluation: a checkpoint's model and tokenizer, and the evaluated text. No weight is read."""
+"""Subject of an evaluation: a checkpoint's model and tokenizer, and the evaluated text, without reading weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from parallel.comm.world import own_rank
 log = logging.getLogger(__name__)
 
 BUILT_IN = "stdlib"
-"""The text that every Python has: the source of its standard library."""
+"""Text available in every Python: its standard library's source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +42,15 @@ class Subject(OpenedModel):
 
     setting: Setting
     text_folder: Location | str | None
-    """Where the haystack and the texts of losses come from, of shards in a store their copy; None where no task reads
-    any."""
+    """Source for haystack and loss texts (for shards in a store, their local copy); None if no task reads text."""
     without_room: frozenset[Cell]
-    """Those whose shortest prompt does not fit, as far as is known before the haystack is read."""
+    """Cells too short for their shortest prompt, as far as known before the haystack is read."""
     chat: str | None
-    """Hash of the chat templates, if prompts are rendered by them."""
+    """Hash over the chat templates, if they render prompts."""
 
 
 def open_subject(options: Options) -> Subject:
-    """Open the model and text that the options name. Raise a short error if one is missing or they do not fit."""
+    """Open model and text from the options; raise a short error if one is missing or they do not fit."""
     opened = open_model(options.checkpoint, options.tokenizer)
     check_reads_text(opened, f"--tasks {','.join(options.tasks)}")
     tasks, measures, _ = options.chosen()
@@ -59,6 +58,7 @@ def open_subject(options: Options) -> Subject:
     if options.chat_template == "auto" and find_templates(opened.tokenizer.files, opened.tokenizer.path):
         template = hash_templates(opened.tokenizer.files, opened.tokenizer.path)
         opened = replace(opened, tokenizer=asking(opened.tokenizer, [task.cue for task in tasks]))
+    # A chat model answers worse without its template: suggest it.
     elif own_rank() == 0 and tasks and all(task.cue for task in tasks) and has_template(opened.tokenizer):
         log.warning("%s has a chat template. --chat-template auto asks by it, as a user does.", opened.folder)
     _check_lengths(options, opened.model)
@@ -70,7 +70,7 @@ def open_subject(options: Options) -> Subject:
         answer_tokens=options.answer_tokens,
         ruler=options.ruler,
     )
-    # A haystack may be large, and not needed at all.
+    # A haystack may be large, and unnecessary: find the tasks that have room for one first.
     without_room = cells_without_room(setting, tasks, options.lengths, keep_one=not measures)
     text_folder, haystack = None, None
     readers = [
@@ -91,7 +91,7 @@ def open_subject(options: Options) -> Subject:
 
 
 def _check_lengths(options: Options, model: ModelConfig) -> None:
-    """Raise ConfigError for a length beyond the model's positions."""
+    """Raise ConfigError for a length greater than the model's positions."""
     longest = max(options.lengths)
     check_positions(
         model,
@@ -103,7 +103,7 @@ def _check_lengths(options: Options, model: ModelConfig) -> None:
 
 
 def _text_folder(options: Options, checkpoint: Path) -> Location | str:
-    """Return the named folder, or the validation folder of the checkpoint's run, or Python's standard library.
+    """Return the named folder, or the run's validation folder, or Python's standard library.
 
     Raise ConfigError for a named folder that does not exist.
     """
@@ -118,7 +118,7 @@ def _text_folder(options: Options, checkpoint: Path) -> Location | str:
     if run is not None and (run / CONFIG_FILE).is_file():
         folder, cache = validation_folder(run / CONFIG_FILE)
         if folder and locate(folder).is_dir():
-            # Readers need a local path; a split of held-out documents is small.
+            # Readers need a local path; a held-out split is small.
             return fetch_folder(folder, cache)
     if own_rank() == 0:
         log.warning(
@@ -141,7 +141,7 @@ def validation_folder(config: Path) -> tuple[str, str]:
 
 
 def held_out_shards(named: str | None, run: Path | None, *, option: str) -> ShardSet | None:
-    """Open the shard folder ``named`` by ``option``, by default the run's held-out one; None if there is neither.
+    """Open the shard folder ``named`` by ``option``, by default the run's held-out one; None without either.
 
     Raise ConfigError for a folder that does not exist.
     """
@@ -157,27 +157,27 @@ def held_out_shards(named: str | None, run: Path | None, *, option: str) -> Shar
     return None
 
 
-# Full documents as ids, for losses: the stored ids of shards, or the tokenized ids of other text.
+# Full documents as ids, for losses: stored ids from shards, or tokenized ids from other text.
 
 
 @dataclass(frozen=True)
 class Text:
-    """Beginning of a document."""
+    """Document prefix."""
 
     name: str
     ids: np.ndarray
-    """int32: a list of a million ids takes nine times the memory, on every rank."""
+    """int32: a list with a million ids takes nine times the memory, on every rank."""
 
 
 Texts = dict[int, list[Text]]
-"""The texts of each length, every one cut to it."""
+"""Texts by length, each truncated to it."""
 
 
 def read_documents(options: Options, subject: Subject) -> Texts:
-    """Return for each length the first ``options.samples`` documents that are long enough.
+    """Return, for each length, the first ``options.samples`` documents that are long enough.
 
-    Documents are never joined: the text before a document's beginning is not its context. A length that none has is
-    left out with a warning; raise DataError if no length is left.
+    Documents are never joined: text before a document's start is not its context. A length without any document is left
+    out with a warning; raise DataError if no length is left.
     """
     assert subject.text_folder is not None, "losses without text"
     found: Texts = {length: [] for length in options.lengths}
@@ -189,6 +189,7 @@ def read_documents(options: Options, subject: Subject) -> Texts:
                 check_rows(subject.tokenizer, ids[:length], f"{name} of {subject.text_folder}")
                 # A copy: a view would keep the full document in memory.
                 texts.append(Text(name, ids[:length].astype(np.int32)))
+        # Stop early: a folder may hold far more text than needed.
         if all(len(texts) == options.samples for texts in found.values()):
             break
     short = [length for length, texts in found.items() if not texts]
@@ -206,7 +207,7 @@ def read_documents(options: Options, subject: Subject) -> Texts:
 
 
 def _documents(options: Options, subject: Subject, folder: Location | str) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and ids of each document, including its begin and end ids."""
+    """Yield each document's name and ids, including begin and end ids."""
     if not isinstance(folder, str) and (folder / MANIFEST_FILE).is_file():
         shards = open_verified(folder)
         _check_tokenizer(options, subject, shards)
@@ -217,8 +218,8 @@ def _documents(options: Options, subject: Subject, folder: Location | str) -> It
     shortest, longest = min(options.lengths), 0
     for document in open_source(str(folder)):
         size = len(document.text.encode())
-        # A token has at least one byte, except begin, end and a first space, so short texts need not be encoded. The
-        # longest ones still are, because an error reports their number of tokens.
+        # A token has at least one byte, except begin, end and a first space, so short texts need no encoding. The
+        # longest ones still do, because an error reports their token count.
         if size + 3 >= shortest or size > longest:
             yield document.name, subject.tokenizer.encode_document(document.text)
         longest = max(longest, size)

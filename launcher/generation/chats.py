@@ -1,4 +1,4 @@
-"""Conversations to continue: ``generate --chat``."""
+"""Chat prompts for ``generate --chat``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from longctx.errors import ConfigError
 def encode_chats(
     source: PromptSource, prompts: Sequence[Prompt], opened: OpenedModel
 ) -> tuple[list[array[int]], set[int]]:
-    """Return the ids of each conversation with the prompt for a reply, and the ids that end a reply.
+    """Return each conversation's ids with the prompt for a reply, and the ids that end a reply.
 
-    Raise ConfigError for an invalid conversation, or one that the chat template refuses, and DataError for a model
-    without a chat template.
+    Raise ConfigError for an invalid conversation or one that the chat template refuses, DataError for a model without a
+    chat template.
     """
     encoder = ChatEncoder(opened.tokenizer)
     found = []
@@ -29,6 +29,7 @@ def encode_chats(
             try:
                 if "messages" in prompt.fields:
                     conversation = conversation_of(prompt.fields, "messages")
+                    # A chat has at most one system turn.
                     if source.system and conversation.messages[0]["role"] == "system":
                         raise NoConversationError("it begins with a system turn, and --system is another one")
                 else:
@@ -39,6 +40,7 @@ def encode_chats(
                 raise ConfigError(f"{prompt_place(source, index)}: {error}.") from error
         return found, turn_ends(encoder)
     finally:
+        # Templates render in separate processes: end them even after an error.
         encoder.close()
 
 

@@ -1,4 +1,4 @@
-"""Options of ``generate``, checked by themselves before any file is opened."""
+"""Options for ``generate``, checked for consistency before any file is opened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from longctx.untrusted.reading import parse_json
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Computation):
-    """Options of one ``generate`` call."""
+    """Options for one ``generate`` call."""
 
     checkpoint: Path
     prompts: PromptSource
@@ -31,11 +31,11 @@ class Options(Computation):
     strategy: Greedy | Sample | Beams = field(default_factory=Greedy)
     penalties: Penalties = field(default_factory=Penalties)
     stops: tuple[str, ...] = ()
-    """A text ends before the first of these."""
+    """Stop strings: a text ends before the first one."""
     max_sequences: int | None = None
-    """Prompts of a file that are under way together; None for as many as memory holds, up to a default."""
+    """Maximum prompts from a file to continue together; by default as many as memory holds, up to a limit."""
     output: Path | None = None
-    """The file of the result; None for standard output."""
+    """Output file; standard output if unset."""
     tokenizer: Path | None = None
     beyond_positions: bool = False
 
@@ -59,12 +59,13 @@ class Options(Computation):
             raise ConfigError("--beams search for one prompt after another: --max-sequences would do nothing.")
         if self.max_sequences is not None and self.max_sequences < 1:
             raise ConfigError(f"--max-sequences {self.max_sequences} must be at least 1.")
+        # Check the path now: hours of generation must not fail at the first write.
         if self.output is not None:
             _check_new_file(self.output)
 
     @property
     def has_many(self) -> bool:
-        """True if the prompts come from a file of many."""
+        """True if the prompts come from a file with one prompt per line."""
         return self.prompts.lines is not None
 
     @property
@@ -86,25 +87,25 @@ _EXAMPLE = 'Write lines like {"prompt": "def main("}.'
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSource:
-    """Source of prompts: exactly one of the first three, or none for a chat typed by a user."""
+    """Prompt source: exactly one of the first three fields, or no field for a chat typed by a user."""
 
     text: str | None = None
     file: Path | None = None
-    """A text, to its last newline; - is standard input."""
+    """Text file, read to its last newline; - is standard input."""
     lines: Path | None = None
-    """JSON lines with a "prompt" each, or for a chat with "messages"; - is standard input."""
+    """JSON lines with one "prompt" each, or for a chat with "messages"; - is standard input."""
     chat: bool = False
-    """Whether a text is what a user says, and the model's chat template renders it."""
+    """Treat a text as a user's turn and render it by the model's chat template."""
     system: str = ""
-    """The system turn of a chat."""
+    """System turn for a chat."""
 
     @property
     def is_missing(self) -> bool:
-        """True if none of the three is given."""
+        """True if no text, file or lines are given."""
         return self.text is None and self.file is None and self.lines is None
 
     def read(self) -> list[Prompt]:
-        """Return the prompts. ConfigError for a file that is missing, not UTF-8, or has a line without a prompt."""
+        """Read the prompts; raise ConfigError for a file that is missing, not UTF-8, or has a line without a prompt."""
         if self.lines is not None:
             return _read_lines(self.lines, chat=self.chat)
         if self.file is not None:
@@ -116,19 +117,19 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt with the other fields of its line."""
+    """Prompt with the other fields from its line."""
 
     text: str
     fields: dict[str, Any]
-    """All that its line says: it comes back with the continuation."""
+    """All fields from its line, returned with the continuation."""
 
 
 def encode_prompts(source: PromptSource, prompts: Sequence[Prompt], opened: OpenedModel) -> list[array[int]]:
-    """Return the ids of each prompt, in four bytes each. ConfigError for a prompt without ids, or invalid text."""
-    # A file may repeat a prompt, and encoding a long one takes a while.
+    """Return each prompt's ids, in four bytes each; raise ConfigError for a prompt without ids, or invalid text."""
+    # Encode each text once: a file may repeat a prompt, and a long one takes a while.
     encode: Callable[[str], list[int]] = opened.tokenizer.encode_prompt
     if opened.model.encoder_layers:
-        # A complete text for the encoder.
+        # The encoder reads a complete text.
         encode = partial(source_ids, opened.tokenizer)
     found: dict[str, array[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -151,11 +152,12 @@ def check_space(
     """Raise ConfigError if a prompt with its answer has more tokens than the model has positions."""
     num_positions = opened.model.max_positions
     if opened.model.encoder_layers:
-        # The source is a separate sequence, and the answer begins with one id.
+        # The source is a separate sequence, and the answer starts with one id.
         lengths = [max(length - max_new_tokens, 1) for length in lengths]
     too_long = [index for index, length in enumerate(lengths) if length + max_new_tokens > num_positions]
     if not too_long:
         return
+    # Report the longest prompt: an answer limit that fits it fits all.
     longest = max(too_long, key=lambda index: lengths[index])
     length = lengths[longest]
     many = ""
@@ -175,7 +177,7 @@ def check_space(
 
 
 def prompt_place(source: PromptSource, index: int) -> str:
-    """Return the name of a prompt for messages."""
+    """Return a prompt's name for messages."""
     if source.lines is not None:
         return f"--prompts-file {source.lines}, line {index + 1}"
     if source.file is not None:
@@ -186,12 +188,12 @@ def prompt_place(source: PromptSource, index: int) -> str:
 
 
 def _read_lines(path: Path, *, chat: bool) -> list[Prompt]:
-    """Read one prompt per line, ``{"prompt": TEXT, …}``. Raise ConfigError with the number of an invalid line."""
+    """Read one prompt per line, ``{"prompt": TEXT, …}``; raise ConfigError with an invalid line's number."""
     # Ignore empty lines at the end. One in between may be a lost prompt.
     content = _read_text(path, "--prompts-file").rstrip()
     if not content:
         raise ConfigError(f'--prompts-file {path} has no prompt. Write one a line: {{"prompt": "def main("}}')
-    # Not splitlines: it splits at other characters too, which JSON text may contain.
+    # splitlines() would also split at characters that JSON text may contain.
     lines = content.split("\n")
     places = [f"--prompts-file {path}, line {number}" for number in range(1, len(lines) + 1)]
     return [_prompt(line, where, chat=chat) for line, where in zip(lines, places, strict=True)]
@@ -207,6 +209,7 @@ def _prompt(line: str, where: str, *, chat: bool) -> Prompt:
     if isinstance(fields, dict) and "messages" in fields:
         if not chat:
             raise ConfigError(f'{where} has "messages": a chat template renders these, with --chat.')
+        # The messages replace the prompt text.
         return Prompt("", fields)
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
         raise ConfigError(f'{where} has no text under "prompt". {_EXAMPLE}')
@@ -215,6 +218,7 @@ def _prompt(line: str, where: str, *, chat: bool) -> Prompt:
 
 def _read_text(path: Path, option: str) -> str:
     try:
+        # Read bytes from standard input too: its text layer may not be UTF-8.
         if str(path) == "-":
             content = sys.stdin.buffer.read()
         else:

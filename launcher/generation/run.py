@@ -1,7 +1,7 @@
-"""``generate``: check all input, load the model, continue one prompt or many, on one process or over ranks.
+"""``generate``: check all input, load the model, continue one prompt or many, in one process or over ranks.
 
-The ranks of a context group share each prompt; each group has prompts of its own. Rank 0 reads the prompts and receives
-all continuations.
+Ranks in a context group share each prompt; groups continue different prompts. Rank 0 reads the prompts and receives all
+continuations.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class Session:
     ) -> None:
         self.opened, self.mesh = opened, mesh
         self.prompts = prompts
-        """On rank 0; empty on the others."""
+        """Prompts on rank 0; empty on the others."""
         self.prompt_ids = prompt_ids
         self.stop_ids = set(opened.tokenizer.special.stops).union(turn_ends)
-        """A token of these ends a continuation."""
+        """Ids that end a continuation."""
         self.options = options
         self._device = device
+        # With an encoder, the prompt is the source, and the target starts from a single id.
         self._start: int | None = None
         if opened.model.encoder_layers:
             self._start = start_of_targets(opened.tokenizer)
@@ -65,7 +66,7 @@ class Session:
         self._model = build_decoder(self.opened, self.mesh, getattr(torch, self.options.dtype), self._device)
 
     def stream(self) -> Iterator[int]:
-        """Yield the tokens of the only prompt's continuation as they are chosen, on every rank."""
+        """Yield the only prompt's continuation token by token, on every rank."""
         (prompt_ids,) = self.prompt_ids
         return self._streamed(prompt_ids)
 
@@ -76,7 +77,7 @@ class Session:
         return [self._start]
 
     def replies(self, ask: Callable[[], array[int] | None]) -> Iterator[tuple[array[int], Iterator[int]]]:
-        """Yield each prompt that ``ask`` returns on rank 0, with its continuation, until there is none. Collective."""
+        """Yield prompts that ``ask`` returns on rank 0, with their continuations, until it returns None. Collective."""
         while (prompt_ids := on_rank_0(ask)) is not None:
             yield prompt_ids, self._streamed(prompt_ids)
 
@@ -85,21 +86,22 @@ class Session:
         return stream(self._loaded(), self.before(prompt_ids), request, self._source(prompt_ids))
 
     def _source(self, prompt_ids: Sequence[int]) -> Sequence[int] | None:
-        """Return the ids for the encoder; None without one."""
+        """Return the ids for the encoder; None without an encoder."""
         if self._start is None:
             return None
         return prompt_ids
 
     def each(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield (prompt, new tokens) on rank 0 in the order of the prompts, as soon as all earlier ones have ended."""
+        """Yield (prompt, new tokens) on rank 0 in prompt order, each as soon as all earlier ones have ended."""
         model = self._loaded()
+        # Approximate cost: tokens to read plus tokens to generate.
         costs = [len(ids) + self.options.max_new_tokens for ids in self.prompt_ids]
         shares, together = Shares(self.mesh, costs), self._together(max(costs))
         yield from shares.in_order(self._continued(model, shares.mine, together))
 
     def _continued(self, model: Decoder, indices: Sequence[int], together: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (prompt, new tokens) of these prompts as each ends."""
-        # With more groups than prompts, some have none.
+        """Yield (prompt, new tokens) for these prompts as each ends."""
+        # With more groups than prompts, some groups are idle.
         if not indices:
             return
         prompts = [self.prompt_ids[index] for index in indices]
@@ -118,9 +120,10 @@ class Session:
             yield indices[at], ids
 
     def _together(self, num_tokens: int) -> int:
-        """Return the number of prompts that each group continues together; each has ``num_tokens`` with its answer."""
+        """Return how many prompts each group continues together; each has ``num_tokens`` with its answer."""
         if self.options.max_sequences is not None:
             return self.options.max_sequences
+        # Beams of one prompt already fill the batch.
         if isinstance(self.options.strategy, Beams):
             return 1
         return fitting_together(
@@ -134,7 +137,7 @@ class Session:
         )
 
     def _choosing(self) -> dict[str, Any]:
-        """Return the options for choosing and stopping tokens, for ``stream`` and ``generate_batch``."""
+        """Return the arguments for choosing and stopping tokens, for ``stream`` and ``generate_batch``."""
         stop_strings = None
         if self.options.stops:
             stop_strings = StopStrings(known_decoder(self.opened.tokenizer), self.options.stops)
@@ -155,7 +158,7 @@ class Session:
 def session(options: Options) -> Iterator[Session]:
     """Open a session on the ranks that a launcher started, or in this process, within the block. Collective.
 
-    The user's input is checked, equally on all ranks, before any allocation.
+    User input is checked, equally on all ranks, before any allocation.
     """
     with joined_ranks(options) as device:
         yield _checked_session(options, device)
@@ -164,18 +167,20 @@ def session(options: Options) -> Iterator[Session]:
 def _checked_session(options: Options, device: torch.device) -> Session:
     opened = on_every_rank(lambda: open_model(options.checkpoint, options.tokenizer))
     mesh = build_mesh(opened.model, context=options.context, expert=options.expert)
+    # A single prompt occupies one context group only.
     if not options.has_many and mesh.data > 1:
         raise ConfigError(
             f"parallel.context={mesh.context} of {mesh.world_size} ranks: the ranks that share one prompt would leave "
             f"the others nothing to do.\nLeave --parallel.context out, or give many prompts: --prompts-file F"
         )
+    # Filled on rank 0 only: other ranks need the ids, not the texts.
     prompts: list[Prompt] = []
     prompt_ids, turn_ends = on_rank_0(lambda: _read_and_check(options, opened, prompts))
     return Session(options, opened, mesh, device, prompts, prompt_ids, turn_ends)
 
 
 def _read_and_check(options: Options, opened: OpenedModel, prompts: list[Prompt]) -> tuple[list[array[int]], set[int]]:
-    """Add the prompts to ``prompts``; return the ids of each, and the ids that end a reply of a chat."""
+    """Add the prompts to ``prompts``; return each prompt's ids, and the ids that end a chat reply."""
     source = options.prompts
     prompts += source.read()
     turn_ends: set[int] = set()
@@ -191,30 +196,31 @@ def _read_and_check(options: Options, opened: OpenedModel, prompts: list[Prompt]
 
 
 _SECONDS_BETWEEN_LOOKS = 0.05
-"""How often rank 0 looks for continuations of the other groups when it has none to make."""
+"""Interval at which an idle rank 0 polls for continuations from other groups."""
 
 
 class Shares:
-    """Prompts of each group of ranks, and the delivery of their continuations to rank 0."""
+    """Prompts per rank group, and delivery of continuations to rank 0."""
 
     def __init__(self, mesh: Mesh, costs: Sequence[int]) -> None:
         """Divide the prompts by their approximate ``costs``."""
         self._mesh, self._num_prompts = mesh, len(costs)
         # Early prompts first, so that their lines can be written early.
         self.mine = sorted(deal_by_cost(costs, mesh.data)[mesh.data_rank])
-        """The prompts of this rank's group."""
+        """Prompts for this rank's group."""
         self._found: dict[int, list[int] | None] = {}
         self._upcoming = 0
-        """The prompt whose continuation is next in order."""
+        """Next prompt in output order."""
+        # A single group needs no delivery: rank 0 is in it.
         self._mailbox: Mailbox | None = None
         if mesh.data > 1:
             self._mailbox = Mailbox("continuations")
 
     def in_order(self, continued: Iterable[tuple[int, list[int]]]) -> Iterator[tuple[int, list[int]]]:
-        """Yield (prompt, new tokens) of all groups on rank 0 in order, as soon as all earlier ones have ended.
+        """Yield (prompt, new tokens) from all groups on rank 0 in order, each as soon as all earlier ones have ended.
 
-        ``continued`` yields those of this rank's group in any order; ranks other than 0 only work and yield none.
-        Collective. A LongCtxError of one group is raised on all ranks after the other groups are done.
+        ``continued`` yields this group's results in any order; ranks other than 0 only consume it. Collective. A
+        LongCtxError in one group is raised on all ranks after the other groups are done.
         """
         problem, missing = None, set(self.mine)
         try:
@@ -224,24 +230,25 @@ class Shares:
                 yield from self._ready()
         except LongCtxError as error:
             problem = error
-        # Rank 0 must not wait for missing continuations.
+        # Report missing continuations, so that rank 0 does not wait for them.
         for index in missing:
             self._hand_in(index, None)
+        # Poll instead of a collective: groups end at very different times.
         while self._mesh.rank == 0 and self._upcoming < self._num_prompts:
             yield from self._ready()
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         agree_or_raise(problem)
 
     def _hand_in(self, index: int, ids: list[int] | None) -> None:
-        """Deliver a continuation of this group to rank 0, or None for one that failed."""
+        """Deliver this group's continuation to rank 0, or None for a failed one."""
         if self._mesh.rank == 0:
             self._found[index] = ids
-        # Every rank of a group has the same continuation; its first rank sends it.
+        # Every rank in a group has the same continuation; its first rank sends it.
         elif self._mesh.context_rank == 0 and self._mailbox is not None:
             self._mailbox.leave(index, ids)
 
     def _ready(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the next continuations in order, as far as they have arrived."""
+        """Yield the next continuations in order, as far as received."""
         while self._mesh.rank == 0 and self._upcoming < self._num_prompts:
             index = self._upcoming
             if index in self._found:

@@ -13,10 +13,10 @@ from longctx.errors import ConfigError
 
 
 class Talk:
-    """Turns of one chat. Each reply reads all of them again, because a template may change turns when others follow."""
+    """Turns in one chat. Each reply reads all turns again, because a template may change turns when others follow."""
 
     def __init__(self, options: Options, opened: OpenedModel) -> None:
-        """Begin a chat. Raise DataError for a model without a chat template."""
+        """Start a chat; raise DataError for a model without a chat template."""
         self._options, self._opened = options, opened
         self._encoder = ChatEncoder(opened.tokenizer)
         self._turns = list(system_turn(options.prompts))
@@ -24,7 +24,7 @@ class Talk:
     def add_question(self, text: str) -> array[int]:
         """Add a user's turn and return the ids of all turns with the prompt for a reply.
 
-        Raise ConfigError and do not add the turn if the template refuses it or a reply does not fit.
+        Raise ConfigError without adding the turn if the template refuses it or a reply does not fit.
         """
         turns = [*self._turns, {"role": "user", "content": text}]
         try:
@@ -33,6 +33,7 @@ class Talk:
             raise ConfigError(f"{error}.") from error
         options = self._options
         check_space(options.prompts, [len(ids)], options.max_new_tokens, self._opened, beyond=options.beyond_positions)
+        # Only now: a refused turn must not stay in the chat.
         self._turns = turns
         return ids
 

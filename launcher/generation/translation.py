@@ -1,6 +1,6 @@
 """``evaluate --tasks translation``: translate held-out sources and compare them with their targets by sacrebleu.
 
-All prompts are divided among the ranks in the same way as for ``generate --prompts-file``.
+Prompts are divided among ranks as in ``generate --prompts-file``.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from parallel.comm.world import on_every_rank, on_rank_0, own_rank
 NAME = "translation"
 ROWS, SCORES = "translation.jsonl", "translation.json"
 _LONGER, _MORE_TOKENS = 2, 16
-"""An answer has at most so many times the tokens of the longest source, and so many more."""
+"""Default answer limit: this multiple of the longest source's tokens, plus this many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """Options of the translation task, except those of the ranks."""
+    """Options for the translation task, except those for ranks."""
 
     output: Path
     pairs: str | None = None
-    """A folder of pairs, or its URL; None for what the checkpoint's run held out."""
+    """Folder with pairs, or its URL; by default the checkpoint run's held-out split."""
     samples: int | None = None
-    """Pairs that are read, the first ones; None for all."""
+    """Number of pairs to read, from the first; by default all."""
     beams: int = 1
     length_penalty: float = 1.0
     answer_tokens: int | None = None
-    """Most tokens of an answer."""
+    """Maximum tokens per answer."""
 
     def __post_init__(self) -> None:
         if self.samples is not None and self.samples < 1:
@@ -73,10 +73,11 @@ Progress = Callable[..., AbstractContextManager[Update]]
 def translate(options: Translation, computing: dict[str, Any], checkpoint: Path, progress: Progress) -> dict[str, Any]:
     """Evaluate on the ranks that a launcher started, or in this process; return the scores on rank 0. Collective.
 
-    ``computing`` are the fields of ``Computation``. Raise ConfigError for a model without an encoder, and without
-    sacrebleu.
+    ``computing`` has the fields of ``Computation``. Raise ConfigError for a model without an encoder, or if sacrebleu
+    is not installed.
     """
     strategy = Beams(num_beams=options.beams, length_penalty=options.length_penalty) if options.beams > 1 else Greedy()
+    # The answer limit depends on the sources, which are read after joining the ranks: start with a placeholder.
     asked = GenerateOptions(
         checkpoint=checkpoint,
         prompts=PromptSource(lines=options.output),
@@ -90,9 +91,11 @@ def translate(options: Translation, computing: dict[str, Any], checkpoint: Path,
         # Rank 0 reads the pairs and writes the results.
         found: list[_Texts] = []
         ids, longest = on_rank_0(lambda: _read(options, opened, found))
+        # Sessions take ids; the prompt texts are not used.
         prompts = [Prompt("", {})] * len(ids)
         settled = GenerateOptions(**{**vars(asked), "max_new_tokens": longest})
         session = Session(settled, opened, mesh, device, prompts, ids, set())
+        # Load the model only after all input checks.
         session.load()
         written: list[list[int]] = []
         bar = progress if own_rank() == 0 else no_progress
@@ -111,24 +114,24 @@ class _Texts:
     sources: list[array[int]]
     references: list[str]
     left_out: int
-    """Pairs that were read and have a source beyond the model's positions."""
+    """Pairs that were read but have a source longer than the model's positions."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids that the tokenizer knows."""
+        """Decode ids, ignoring those that the tokenizer lacks."""
         tokenizer = self.opened.tokenizer
         return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
 
     def longest(self, options: Translation) -> int:
-        """Return the maximum tokens of an answer."""
+        """Return the maximum tokens per answer."""
         wanted = options.answer_tokens
         if wanted is None:
-            # By the sources alone: the length of the right answers would be a hint.
+            # Use the sources only: the lengths of the references would be a hint.
             wanted = _LONGER * max(map(len, self.sources)) + _MORE_TOKENS
         return min(wanted, self.opened.model.max_positions - 1)
 
 
 def _open(checkpoint: Path) -> OpenedModel:
-    """Open a model that translates. Raise ConfigError if it has no encoder."""
+    """Open a translation model; raise ConfigError if it has no encoder."""
     _scorers()
     opened = open_model(checkpoint, None)
     if not opened.model.encoder_layers:
@@ -140,9 +143,10 @@ def _open(checkpoint: Path) -> OpenedModel:
 
 
 def _read(options: Translation, opened: OpenedModel, found: list[_Texts]) -> tuple[list[array[int]], int]:
-    """Add the texts to ``found``; return the ids of the sources, and the maximum tokens of an answer.
+    """Add the texts to ``found``; return the sources' ids, and the maximum tokens per answer.
 
-    Pairs with a source beyond the model's positions are left out, as in training. Raise ConfigError if none is left.
+    Pairs with a source longer than the model's positions are left out, as in training. Raise ConfigError if no pair is
+    left.
     """
     shards = _pairs(options, opened)
     if not shards.manifest.has_sources:
@@ -153,6 +157,7 @@ def _read(options: Translation, opened: OpenedModel, found: list[_Texts]) -> tup
     count = min(options.samples or shards.num_documents, shards.num_documents)
     side = SourceSide(shards)
     fitting = _fitting(side.lengths_of(np.arange(count)), opened.model, shards)
+    # From 0 to the largest length: full documents.
     pieces = [(number, 0, np.iinfo(np.int32).max) for number in fitting]
     sources = [array("i", ids.tolist()) for ids in side.slices(pieces)]
     targets = shards.slices(pieces)
@@ -164,7 +169,7 @@ def _read(options: Translation, opened: OpenedModel, found: list[_Texts]) -> tup
 
 
 def _fitting(lengths: np.ndarray, model: ModelConfig, shards: ShardSet) -> list[int]:
-    """Return the indices of the sources that fit the model's positions. Raise ConfigError if there is none."""
+    """Return the indices of sources that fit the model's positions; raise ConfigError if no source fits."""
     fitting = np.flatnonzero(lengths <= model.max_positions).tolist()
     if fitting:
         return fitting
@@ -178,7 +183,7 @@ def _fitting(lengths: np.ndarray, model: ModelConfig, shards: ShardSet) -> list[
 
 
 def _pairs(options: Translation, opened: OpenedModel) -> ShardSet:
-    """Return the named folder of pairs, by default the held-out split of the checkpoint's run."""
+    """Return the named folder with pairs, by default the held-out split of the checkpoint's run."""
     found = held_out_shards(options.pairs, run_of(opened.folder), option="--pairs")
     if found is not None:
         return found
@@ -189,7 +194,7 @@ def _pairs(options: Translation, opened: OpenedModel) -> ShardSet:
 
 
 def _scorers() -> Any:
-    """Return sacrebleu's metrics. Raise ConfigError if it is not installed."""
+    """Return sacrebleu's metrics; raise ConfigError if it is not installed."""
     try:
         from sacrebleu import metrics
     except ImportError as error:
@@ -217,6 +222,7 @@ def _score(options: Translation, texts: _Texts, ids: list[list[int]]) -> dict[st
     metrics = _scorers()
     for name, metric in (("bleu", metrics.BLEU()), ("chrf", metrics.CHRF())):
         score = metric.corpus_score(written, [texts.references])
+        # The signature contains sacrebleu's version and settings: only scores with equal signatures compare.
         scores[name] = {"score": score.score, "signature": str(metric.get_signature())}
     write_synced(options.output / SCORES, json.dumps(scores, indent=2).encode() + b"\n")
     return scores

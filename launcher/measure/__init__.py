@@ -1,4 +1,4 @@
-"""``launcher measure``: measure the speed of this machine as a hardware profile that ``plan`` reads.
+"""``launcher measure``: measure this machine's speed as a hardware profile for ``plan``.
 
-As many processes as a run would have ranks measure at the same time, since they share cores, caches, memory and links.
+As many processes measure concurrently as a run would have ranks, since they share cores, caches, memory and links.
 """

@@ -1,6 +1,6 @@
-"""Rates of weight products by shape, and of attention by length, mask and head size, with the code of a run's layers.
+"""Rates for linear-layer matmuls by shape, and for attention by length, mask and head size, using the layers' own code.
 
-Axes: N tokens, M width in and out of a product; T tokens of all documents, H heads, D head size.
+Axes: N tokens, M input and output width; T tokens over all documents, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from longctx.kernels.processor import Products, fastest_products
 from parallel.schedule.bands import area
 
 _TOGETHER = 8
-"""Documents, or windows, of one call at most."""
+"""Documents, or windows, per call at most."""
 _MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
-"""Of a call, unless one document has more."""
+"""Tokens per call, unless one document has more."""
 
 
 def measure_products(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """Measure FLOPs per second of a linear layer's product, forward, and of both its products in backward."""
+    """Measure FLOPs per second in a linear layer: the forward matmul, and both backward matmuls together."""
     axes = {"tokens": sizes.tokens, "width": sizes.widths}
     forward = Figure("product_flops", axes, "products of a linear layer, forward")
     backward = Figure("product_backward_flops", axes, "its two products of backward")
     for dtype, (N, M) in product(DTYPES, product(sizes.tokens, sizes.widths)):
         x_NM, weight_MM, dy_NM = (torch.randn(rows, M, device=clock.device, dtype=dtype) / M**0.5 for rows in (N, M, N))
         products: Products = fastest_products()
+        # One multiplication and one addition per token and weight.
         flops = 2 * N * M * M
         with torch.no_grad():
             seconds = clock.seconds(lambda: multiply(x_NM, weight_MM, products=products))  # noqa: B023
@@ -49,18 +50,22 @@ def measure_products(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
 
 
 def measure_attention(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """Measure FLOPs per second, forward and backward, of causal documents, full squares, and sliding windows."""
+    """Measure attention FLOPs per second, forward and backward, for causal documents, full squares, and sliding
+    windows.
+    """
     yield from _table(clock, sizes, "", "length", sizes.lengths, "causal attention of whole documents")
     yield from _table(clock, sizes, "full_", "length", sizes.squares, "attention of queries that see all keys")
     yield from _table(clock, sizes, "window_", "window", sizes.windows, "causal attention under a window")
 
 
 def slices_of(kind: str, size: int, tokens: int) -> list[AttentionSlice]:
-    """Build a mask of this kind over ``tokens``: documents of ``size``, or one document with a window of ``size``."""
+    """Build a mask over ``tokens``: documents with ``size`` tokens each, or for "window_" one document with this
+    window.
+    """
     if kind == "window_":
         return [AttentionSlice(0, tokens, 0, tokens, 0, size - 1)]
     lo = None
-    # A causal document sees none of its later keys; a hop's rectangle has no bounds.
+    # A causal document hides later keys; a ring hop's rectangle has no bounds.
     if kind == "":
         lo = 0
     return [AttentionSlice(start, start + size, start, start + size, lo) for start in range(0, tokens, size)]
@@ -75,17 +80,18 @@ def _table(clock: Clock, sizes: Sizes, kind: str, axis: str, points: Sequence[in
     backward = Figure(f"{kind}attention_backward_flops", axes, f"{what}, backward{note}")
     for dtype, (size, D) in product(DTYPES, product(points, sizes.head_dims)):
         if clock.device.type == "cuda" and dtype == torch.float32 and forward.values.get("float32"):
-            # FlexAttention is recompiled for every size: a few minutes, for a dtype that few train in.
+            # FlexAttention recompiles for every size: a few minutes, for a dtype that few runs use.
             forward.add(dtype, forward.values["float32"][0])
             backward.add(dtype, backward.values["float32"][0])
             continue
-        # Several short documents, as in a real call; with a window, rows of which at least half see all of it.
+        # Several short documents, as in a real call; with a window, at least half the rows see all of it.
         least = size
         if kind == "window_":
             least = 2 * size
         tokens = min(_TOGETHER * size, max(least, _MOST_TOKENS[clock.device.type]))
         slices = slice_table(slices_of(kind, size, tokens))
         seconds = _seconds(clock, sizes.num_heads, D, tokens, dtype, slices, window=kind == "window_")
+        # QK^T and PV each take one multiplication and one addition per unmasked score and channel.
         flops = 4 * sizes.num_heads * D * area(slices.numpy())
         # Masked scores count as no work: a kernel that computes them anyway is slower.
         forward.add(dtype, flops / seconds[0])

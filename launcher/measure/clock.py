@@ -1,4 +1,4 @@
-"""``Clock``: seconds of an action on this rank while all other ranks do the same."""
+"""``Clock``: time an action on this rank while all other ranks do the same."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TOGETHER_SECONDS, _MOST_TOGETHER = 0.05, 50
 
 
 class Clock:
-    """Timer of one rank's actions; all ranks must time the same actions in the same order."""
+    """Timer for one rank's actions; all ranks must time the same actions in the same order."""
 
     def __init__(self, device: torch.device, *, round_seconds: float, cpu_time: bool = False) -> None:
-        """Create a clock whose rounds repeat an action for about ``round_seconds``.
+        """Create a clock with rounds that repeat an action for about ``round_seconds``.
 
-        With ``cpu_time`` it counts the CPU time of this process's threads, undisturbed by other programs; if ranks
-        share cores, that time is multiplied by the number of ranks per core.
+        With ``cpu_time``, count this process's CPU time over all threads, undisturbed by other programs; if ranks share
+        cores, multiply it by the number of ranks per core.
         """
         self.device, self.round_seconds, self.cpu_time = device, round_seconds, cpu_time
         self.factor = 1.0
@@ -35,10 +35,10 @@ class Clock:
             self.factor = max(1.0, num_ranks() / cores)
 
     def seconds(self, action: Callable[[], Any]) -> float:
-        """Return the seconds of one call, the median of rounds, without the preparations of a first call.
+        """Return seconds per call: the median over rounds, without first-call setup.
 
-        Only for an action of a single rank: each rank chooses its own number of repeats, so an action in which ranks
-        wait for one another would hang. Use ``together`` for those.
+        Only for actions on a single rank: each rank chooses its own repeat count, so an action in which ranks wait for
+        one another would hang. Use ``together`` for those.
         """
         meet_patiently()
         action()
@@ -50,11 +50,11 @@ class Clock:
         return statistics.median(self._once(action, repeats) for _ in range(_ROUNDS))
 
     def together(self, action: Callable[[], Any]) -> float:
-        """Return the same for an action in which ranks wait for one another, repeated equally often on all of them."""
+        """Like ``seconds``, for an action in which ranks wait for one another: all ranks repeat it equally often."""
         # The first call connects and allocates.
         action()
         meet_patiently()
-        # Ranks measure different seconds, so they agree on the number of calls.
+        # Ranks measure different seconds; the slowest one sets the repeat count for all.
         once = torch.tensor([self._once(action, 1)], dtype=torch.float64, device=self.device)
         Communicator().all_reduce(once, world_group(), doing="agreeing on a number of calls", largest=True)
         repeats = min(max(1, int(_TOGETHER_SECONDS / max(once.item(), 1e-6))), _MOST_TOGETHER)
@@ -65,12 +65,12 @@ class Clock:
         return statistics.median(times)
 
     def once(self, action: Callable[[], Any]) -> float:
-        """Return the seconds of a single call."""
+        """Return the seconds for a single call."""
         return self._once(action, 1)
 
     def _once(self, action: Callable[[], Any], repeats: int) -> float:
-        """Return the mean seconds of one of ``repeats`` calls."""
-        # On a GPU calls return early: earlier work must be done before, and all of these calls must end.
+        """Return mean seconds per call over ``repeats`` calls."""
+        # GPU calls return early: synchronize so that earlier work is excluded and these calls are complete.
         self._finish()
         begun = self._now()
         for _ in range(repeats):
@@ -79,7 +79,6 @@ class Clock:
         return self.factor * (self._now() - begun) / repeats
 
     def _finish(self) -> None:
-        """Wait until the device has finished all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

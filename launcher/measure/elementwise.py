@@ -1,6 +1,6 @@
-"""Rates of all work but products and attention: sums, copies, norms, rotation, activations, routing, the loss.
+"""Rates for all work except matmuls and attention: sums, copies, norms, rotation, activations, routing, the loss.
 
-Axes: N tokens, M width, F inner width of an FFN, V vocabulary, H heads, D head size, C channel pairs.
+Axes: N tokens, M width, F inner FFN width, V vocabulary, H heads, D head size, C channel pairs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _WIDTH, _HEAD_DIM, _EXPERTS, _CHOSEN = 512, 64, 8, 2
 _FLOAT32, _DRAWN_ROWS = 4, 256
 
 Pass = Callable[[Clock, int, torch.dtype], tuple[float, ...]]
-"""Seconds, forward and where there is one backward, on tensors of so many bytes."""
+"""Return seconds for forward, and for backward if there is one, on tensors with this many values."""
 
 
 def measure_elementwise(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """Measure bytes per second of each kind of work, counting bytes as ``launcher/plan/computing.py`` does."""
+    """Measure bytes per second for each kind of work, counting bytes as ``launcher/plan/computing.py`` does."""
     yield from _table(clock, sizes, ("memory_bandwidth",), (3,), _sums, "sums of two tensors")
     yield from _table(clock, sizes, ("copy_bandwidth",), (2,), _copies, "copies to the other dtype")
     yield from _table(clock, sizes, ("norm_bandwidth", "norm_backward_bandwidth"), (2, 4), _norms, "RMSNorm")
@@ -38,7 +38,7 @@ def measure_elementwise(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     yield from _table(clock, sizes, names, (3, 6), _activations, "gated activation")
     names = ("routing_bandwidth", "routing_backward_bandwidth")
     yield from _table(clock, sizes, names, (4, 8), _routing, "tokens to local experts and back, routing with it")
-    # The loss is computed in blocks that fit the cache for any number of tokens, so there is one rate.
+    # The loss runs in cache-sized blocks for any number of tokens, so there is one rate.
     loss = Figure("loss_bandwidth", {}, "logits to losses and gradients")
     N, V = sizes.logits
     for dtype in DTYPES:
@@ -64,7 +64,7 @@ def _table(
 
 
 def _random(clock: Clock, num_values: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return repeated random values: drawing each value of a large tensor would take longer than the measurement."""
+    """Return repeated random values: sampling every value in a large tensor would take longer than the measurement."""
     rows = max(1, num_values // width)
     few = torch.randn(min(rows, _DRAWN_ROWS), width, device=clock.device)
     return few.to(dtype).repeat(-(-rows // len(few)), 1)[:rows].contiguous()
@@ -100,7 +100,7 @@ def _activations(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[flo
     gate_NF, up_NF, dout_NF = (_random(clock, num_values, _WIDTH, dtype) for _ in range(3))
 
     def backward() -> None:
-        # Same work as ``GatedLinear`` around its products: recompute the inner values, then both gradients.
+        # Same work as ``GatedLinear`` around its matmuls: recompute the inner values, then both gradients.
         gated("swiglu", gate_NF, up_NF)
         gated_backward("swiglu", dout_NF, gate_NF, up_NF)
 
@@ -108,7 +108,7 @@ def _activations(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[flo
 
 
 def _routing(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, ...]:
-    """Return seconds of a layer whose experts, two channels wide, have negligible cost."""
+    """Time a layer with negligible experts, two channels wide, so that routing dominates."""
     config = ModelConfig(
         hidden_size=_WIDTH,
         num_heads=_WIDTH // _HEAD_DIM,
@@ -121,7 +121,7 @@ def _routing(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, 
         shared_ffn_size=0,
     )
     layer = MixtureOfExperts(config).to(device=clock.device, dtype=dtype)
-    # The parameters are created without values: a router of zeros would send all tokens to the same experts.
+    # The layer does not initialize its parameters; a zero router would send all tokens to the same experts.
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.02)
     x_BtM = _random(clock, num_values // _CHOSEN, _WIDTH, dtype)[None].requires_grad_()
@@ -130,8 +130,8 @@ def _routing(clock: Clock, num_values: int, dtype: torch.dtype) -> tuple[float, 
 
 
 def _both_ways(clock: Clock, forward: Callable[[], Tensor], inputs: tuple[Any, ...]) -> tuple[float, float]:
-    """Return seconds of a function, and of its gradient only."""
-    # With a graph, as in training: tensors kept for backward are memory that the function writes.
+    """Time a function, and separately its gradient."""
+    # Build a graph, as in training: the function also writes the activations saved for backward.
     of_forward = clock.seconds(forward)
     out = forward()
     dout = torch.randn_like(out)

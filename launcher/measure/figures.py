@@ -1,4 +1,4 @@
-"""``Figure``: one figure of a profile while it is measured; and the text of a profile's file."""
+"""``Figure``: one profile entry during measurement; and the profile file's text."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from launcher.plan.rates import ANY, nested
 
 _DIGITS = 4
 DTYPES = (torch.float32, torch.bfloat16)
-"""Those that runs have: float32 on GPUs too, for those who ask for it."""
+"""Dtypes that runs use; float32 on GPUs too, if requested."""
 
 
 @dataclass
 class Figure:
-    """Measured values, in the order of the axes' points, the last axis running fastest."""
+    """Measured values, in the order of the axes' points, the last axis varying fastest."""
 
     name: str
     axes: Mapping[str, Sequence[float]]
     what: str
-    """What was measured, for the source."""
+    """Measurement description, for ``source``."""
     values: dict[str, list[float]] = field(default_factory=dict)
-    """By dtype, or ``ANY``."""
+    """Keyed by dtype, or ``ANY``."""
 
     @classmethod
     def of(cls, name: str, value: float, what: str) -> Figure:
-        """Return a figure with one value."""
+        """Build an entry with one value."""
         return cls(name, {}, what, {ANY: [value]})
 
     def add(self, dtype: torch.dtype | None, value: float) -> None:
-        """Append the next value of a dtype; None stands for all dtypes."""
+        """Append a dtype's next value; None stands for all dtypes."""
         key = ANY
         if dtype is not None:
             key = str(dtype).removeprefix("torch.")
         self.values.setdefault(key, []).append(value)
 
     def section(self, source: str) -> str:
-        """Return the figure as a section of the file."""
+        """Format the entry as a TOML section."""
         lines = [f"[{self.name}]"]
         lines += [f"{name} = {json.dumps(list(points))}" for name, points in self.axes.items()]
         shape = [len(points) for points in self.axes.values()]
@@ -51,9 +51,10 @@ class Figure:
 
 
 def mean_over_ranks(figures: Sequence[Figure]) -> Figure:
-    """Average one figure over ranks; seconds per unit are averaged, since each rank has the same number of units."""
+    """Average one entry over ranks."""
+    # Harmonic mean of rates: each rank has the same number of units, so seconds per unit are averaged.
     first = figures[0]
-    # All ranks have the same points: sizes depend on the device only.
+    # All ranks have the same points: sizes depend only on the device.
     values = {}
     for dtype in first.values:
         columns = zip(*(figure.values[dtype] for figure in figures), strict=True)
@@ -62,14 +63,14 @@ def mean_over_ranks(figures: Sequence[Figure]) -> Figure:
 
 
 def profile_text(name: str, device_type: str, figures: Sequence[Figure], when: str, notes: Sequence[str]) -> str:
-    """Return the full text of the profile's file."""
+    """Format the complete profile file."""
     head = [f"# {line}" for line in notes]
     head += [f"name = {json.dumps(name, ensure_ascii=False)}", f'device_type = "{device_type}"', ""]
     return "\n".join(head) + "\n" + "\n".join(figure.section(f"{figure.what}; {when}") for figure in figures)
 
 
 def _harmonic(values: Sequence[float]) -> float:
-    # A figure may be 0: the peak is unknown, or no time is hidden.
+    # A value may be 0: the peak is unknown, or no time is hidden.
     if not all(values):
         return 0.0
     return len(values) / sum(1 / value for value in values)
@@ -80,7 +81,7 @@ def _rounded(value: float) -> float:
 
 
 def _text(values: Any) -> str:
-    """Format numbers as TOML, one line per row of a table."""
+    """Format numbers as TOML, one line per table row."""
     if isinstance(values, list) and values and isinstance(values[0], list):
         return "[\n" + "".join(f"  {_text(row)},\n" for row in values) + "]"
     if isinstance(values, list):

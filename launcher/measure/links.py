@@ -1,4 +1,4 @@
-"""Links between the ranks of this machine: ring hops by size, all-to-alls, and the share hidden behind computing."""
+"""Links between this machine's ranks: ring hops by size, all-to-alls, and the share hidden behind computation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
         sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
         of_hops.append(clock.together(lambda: _hop(sent, received)))  # noqa: B023
         hops.add(None, num_bytes / of_hops[-1])
-        # Each rank keeps its own part.
+        # Each rank's own part stays local.
         leaving = num_bytes // ranks * (ranks - 1)
         sent, received = sent[: num_bytes // ranks * ranks], received[: num_bytes // ranks * ranks]
         exchanges.add(None, leaving / clock.together(lambda: _all_to_all(sent, received)))  # noqa: B023
@@ -36,14 +36,14 @@ def measure_links(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     yield exchanges
     largest = sizes.message_bytes[-1] / of_hops[-1]
     yield Figure.of("network_bandwidth", largest, "the largest hop within this machine stands for a network")
-    # Time of the smallest message beyond its bytes, at the rate of the largest one.
+    # Latency: the smallest message's time beyond its bytes, at the largest message's rate.
     smallest = max(of_hops[0] - sizes.message_bytes[0] * of_hops[-1] / sizes.message_bytes[-1], 1e-7)
     yield Figure.of("message_seconds", smallest, "the smallest hop")
     yield Figure.of("hidden_share", _hidden_share(clock, sizes.message_bytes[-1]), "a product beside a hop, and alone")
 
 
 def _of_one_rank(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """Yield the links' figures that a profile must have, for a single rank without links."""
+    """Yield the link entries that a profile must have, for a single rank without links."""
     what = "one rank has no links: copies within memory stand for them"
     x = torch.zeros(sizes.message_bytes[-1], dtype=torch.uint8, device=clock.device)
     bandwidth = sizes.message_bytes[-1] / clock.seconds(x.clone)
@@ -58,7 +58,6 @@ def _hop(sent: Tensor, received: Tensor) -> None:
 
 
 def _start_hop(sent: Tensor, received: Tensor) -> Pending:
-    """Start a send to the next rank and a receive from the previous one."""
     rank, ranks = own_rank(), num_ranks()
     to, source = {(rank + 1) % ranks: [sent]}, {(rank - 1) % ranks: [received]}
     return Communicator().send_recv(to, source, world_group(), doing="measuring hops")
@@ -69,11 +68,11 @@ def _all_to_all(sent: Tensor, received: Tensor) -> None:
 
 
 def _hidden_share(clock: Clock, num_bytes: int) -> float:
-    """Return the share of a hop's time, 0 to 1, that is hidden behind products that take as long."""
+    """Return the share of a hop's time, 0 to 1, that is hidden behind matmuls of equal duration."""
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
     x_MM = torch.randn(256, 256, device=clock.device)
     moving, product = clock.together(lambda: _hop(sent, received)), clock.seconds(lambda: torch.mm(x_MM, x_MM))
-    # The number must be the same on all ranks, because they wait for one another.
+    # The repeat count must match on all ranks, because they wait for one another.
     times = torch.tensor([max(1.0, moving / product)], dtype=torch.float64, device=clock.device)
     Communicator().all_reduce(times, world_group(), doing="agreeing on a number of products", largest=True)
     repeats = min(int(times.item()), 10000)
@@ -88,4 +87,5 @@ def _hidden_share(clock: Clock, num_bytes: int) -> float:
         hop.wait()
 
     computing = clock.seconds(multiply)
+    # Perfect overlap takes max(moving, computing), no overlap takes their sum.
     return min(1.0, max(0.0, (moving + computing - clock.together(both)) / moving))

@@ -1,4 +1,4 @@
-"""Memory and disk: size, and bandwidth of copies within the host, between host and device, and of a file."""
+"""Memory and disk: size, and bandwidth for copies within the host, between host and device, and to a file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from parallel.comm.world import num_ranks
 from parallel.runtime.device import device_name
 
 _CONTEXT_BYTES = 1 << 30
-"""Of a GPU's memory, what its CUDA context takes."""
+"""GPU memory that a CUDA context occupies."""
 
 
 def measure_memory(clock: Clock, sizes: Sizes, folder: Path) -> Iterator[Figure]:
-    """Measure bytes of device and host, copies between them, the host's own copies, and a file in ``folder``."""
+    """Measure device and host bytes, copies between them, copies within the host, and a file in ``folder``."""
     ranks, host = num_ranks(), available_bytes()
     yield Figure.of("host_memory_bytes", host / ranks, "what is free of the machine's memory, a rank's share")
     device_bytes, what = host / ranks, "what is free of the machine's memory, a rank's share"
@@ -32,7 +32,7 @@ def measure_memory(clock: Clock, sizes: Sizes, folder: Path) -> Iterator[Figure]
     yield Figure.of("memory_bytes", device_bytes, what)
     peak = peak_device_flops(device_name(clock.device), "bfloat16") or 0.0
     yield Figure.of("peak_flops", peak, "the maker's data sheet for bfloat16; 0 is not known")
-    # Too large for any cache.
+    # Too large for any cache. A copy reads and writes every byte.
     x = torch.zeros(sizes.tensor_bytes[-1], dtype=torch.uint8)
     copied = 2 * len(x) / clock.seconds(x.clone)
     yield Figure.of("host_memory_bandwidth", copied, "copies within the machine's memory")
@@ -41,13 +41,13 @@ def measure_memory(clock: Clock, sizes: Sizes, folder: Path) -> Iterator[Figure]
 
 
 def _to_host(clock: Clock, num_bytes: int) -> float:
-    """Measure bytes per second from the device to host memory while as many are copied back."""
+    """Measure device-to-host bytes per second; on a GPU, while as many bytes are copied back."""
     on_device, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device) for _ in range(2))
     pinned = clock.device.type == "cuda"
     to, back = (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
     if not pinned:
         return num_bytes / clock.seconds(lambda: to.copy_(on_device))
-    # Both directions of a GPU's link are used at once: kept tensors are stored while others are fetched.
+    # Offloading uses both directions at once: saved activations are stored while others are fetched.
     streams = [torch.cuda.Stream(clock.device) for _ in range(2)]
 
     def both() -> None:
@@ -60,7 +60,7 @@ def _to_host(clock: Clock, num_bytes: int) -> float:
 
 
 def _file_bandwidth(clock: Clock, folder: Path, num_bytes: int) -> float:
-    """Measure bytes per second of writing a file to disk and of reading it; return the slower one."""
+    """Measure bytes per second for writing a file to disk and for reading it; return the slower rate."""
     data = os.urandom(1 << 16) * (num_bytes >> 16)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
 
@@ -72,10 +72,10 @@ def _file_bandwidth(clock: Clock, folder: Path, num_bytes: int) -> float:
         def read() -> None:
             file.seek(0)
             if hasattr(os, "posix_fadvise"):
-                # Reading from the page cache would not measure the disk.
+                # Drop cached pages: reading them would not measure the disk.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.readall()
 
-        # Waiting for a disk takes no CPU time, so this clock counts wall time.
+        # Waiting for a disk takes no CPU time, so use wall time.
         clock = Clock(clock.device, round_seconds=0.0)
         return num_bytes / max(clock.seconds(write), clock.seconds(read))

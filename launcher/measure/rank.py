@@ -1,7 +1,8 @@
-"""One of the processes that measure at the same time: ``python -m launcher.measure.rank RESULT``.
+"""One measuring process: ``python -m launcher.measure.rank RESULT``.
 
-It reads its orders as JSON from standard input, and its rank from the environment, as launchers set it. Rank 0 prints
-the title of each part before measuring it, and writes the mean of all ranks' figures to the file RESULT.
+It reads its options as JSON from standard input, and its rank from the environment, as launchers set it. Rank 0 prints
+each part's title before measuring it, and writes the mean over all ranks to RESULT.0. A rank that fails writes its
+error to RESULT.<rank>.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def measure(orders: dict[str, Any], say: Callable[[str], None]) -> list[Figure]:
 
 
 def measure_together(orders: dict[str, Any], device: torch.device, say: Callable[[str], None]) -> list[Figure]:
-    """Return every figure as the mean over all ranks, on each of them. Collective; requires a process group."""
+    """Return every entry's mean over all ranks, on each rank. Collective; requires a process group."""
     from parallel.comm.world import gather_objects
 
     own: list[Figure] = []
@@ -47,9 +48,9 @@ def measure_together(orders: dict[str, Any], device: torch.device, say: Callable
 
 
 def _parts(orders: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Iterator[Figure]]]:
-    """Yield each part's title and its figures, in order; a part is measured only when its figures are consumed."""
+    """Yield each part's title and entries in order; a part is measured only when its entries are consumed."""
     sizes = BY_NAME[orders["sizes"] or device.type]
-    # DeepSpeed decides on a device when it is imported.
+    # Late imports: DeepSpeed chooses its device when it is imported.
     from launcher.measure.attention import measure_attention, measure_products
     from launcher.measure.clock import Clock
     from launcher.measure.elementwise import measure_elementwise
@@ -68,7 +69,7 @@ def _parts(orders: dict[str, Any], device: torch.device) -> Iterator[tuple[str, 
 
 
 def main(result: Path, orders: dict[str, Any]) -> None:
-    """Measure, and write the figures or the error."""
+    """Measure, and write the entries or the error."""
     logging.disable(logging.WARNING)
     is_first = os.environ["RANK"] == "0"
 

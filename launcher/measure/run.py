@@ -1,4 +1,4 @@
-"""``measure_machine``: start the ranks, wait for their figures, and write the profile."""
+"""``measure_machine``: start the ranks, collect their measurements, and build the profile."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _MOST_RANKS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """Options of a measurement."""
+    """Options for a measurement."""
 
     ranks: int = 0
-    """Processes at the same time; 0 is one for each GPU, or one."""
+    """Concurrent processes; 0 means one per GPU, or one without GPUs."""
     device: str = "auto"
     """"auto", "cpu" or "cuda"."""
     cpu_time: bool = False
-    """Count what ranks compute, and not what other programs take from them."""
+    """Count CPU time used by the ranks, excluding other programs."""
     sizes: str = ""
-    """A name of ``sizes.BY_NAME``; empty is that of the device."""
+    """Key in ``sizes.BY_NAME``; empty selects the device's own."""
 
 
 def measure_machine(options: MeasureOptions, folder: Path, progress: Callable[[str], None]) -> tuple[str, Hardware]:
-    """Return the text of a profile of this machine, and the profile. Disks are measured in ``folder``."""
+    """Return this machine's profile, as text and parsed. Disks are measured in ``folder``."""
     ranks = _num_ranks(options)
     with tempfile.TemporaryDirectory() as place:
         figures = _figures(options, ranks, folder, Path(place), progress)
     text = profile_text(_name(options, ranks), _device_type(options), figures, _when(options, ranks), _NOTES)
-    # Parsed as ``plan`` will do: a profile that it would reject is never written.
+    # Parse it as ``plan`` will: a profile that plan would reject is never written.
     return text, from_values(tomllib.loads(text), "measured")
 
 
@@ -100,7 +100,7 @@ def _figures(
             worker.stdin.close()
         _watch(workers, progress)
     finally:
-        # Also after Ctrl-C, or if one worker has failed: the others would wait for it.
+        # Also after Ctrl-C or a worker's failure: the others would wait for it.
         for worker in workers:
             worker.kill()
             worker.wait()
@@ -109,10 +109,10 @@ def _figures(
 
 def _start(rank: int, ranks: int, port: int, result: Path, log: Path) -> subprocess.Popen[str]:
     environment = rank_environment(rank, ranks, port) | {
-        # The worker imports the packages from the same place as this process, in any working folder.
+        # Workers import the packages from the same place as this process, in any working folder.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
-    # This process closes the log at once; only the worker keeps it open.
+    # Only the worker keeps the log open.
     with log.open("w") as errors_of_rank:
         return subprocess.Popen(
             [sys.executable, "-m", "launcher.measure.rank", str(result)],
@@ -129,6 +129,7 @@ def _watch(workers: list[subprocess.Popen[str]], progress: Callable[[str], None]
     assert workers[0].stdout is not None
     for line in workers[0].stdout:
         progress(line.strip())
+    # Rank 0 has closed its output, so the others are about to end.
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
         if any(worker.poll() for worker in workers):
@@ -137,13 +138,13 @@ def _watch(workers: list[subprocess.Popen[str]], progress: Callable[[str], None]
 
 
 def _read(result: Path, ranks: int, place: Path) -> list[Figure]:
-    """Return the figures in rank 0's file, or raise the first error of any rank."""
+    """Return rank 0's measurements, or raise the first error from any rank."""
     answers: list[dict[str, Any]] = []
     for rank in range(ranks):
         path = result.with_suffix(f".{rank}")
         if path.exists():
             answers.append(json.loads(path.read_text()))
-    # A user's mistake comes first; other ranks only report its consequences.
+    # User errors come first; other ranks only report their consequences.
     for answer in answers:
         if answer.get("kind"):
             raise getattr(errors, answer["kind"], ClusterError)(answer["error"])
@@ -175,7 +176,6 @@ def _name(options: MeasureOptions, ranks: int) -> str:
 
 
 def _when(options: MeasureOptions, ranks: int) -> str:
-    """Return the end of every figure's source."""
     seconds = ""
     if options.cpu_time:
         seconds = ", CPU seconds"

@@ -1,4 +1,4 @@
-"""Sizes to measure: few enough to take a minute, far enough apart to interpolate between them."""
+"""Measurement sizes: few enough to take a minute, far enough apart to interpolate between them."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Points of each table, ascending."""
+    """Points for each table, ascending."""
 
     tokens: tuple[int, ...]
-    """Of products."""
+    """Tokens per matmul."""
     widths: tuple[int, ...]
     lengths: tuple[int, ...]
-    """Of documents, a few of which are measured together, or one of the longest."""
+    """Document lengths; several short documents are measured together, long ones singly."""
     squares: tuple[int, ...]
-    """As many queries as keys, of which each query sees all."""
+    """Queries, and as many keys; each query sees all keys."""
     windows: tuple[int, ...]
     head_dims: tuple[int, ...]
     num_heads: int
     tensor_bytes: tuple[int, ...]
-    """Of one tensor that is moved, normed, rotated …"""
+    """Bytes per tensor that is copied, normalised, rotated …"""
     message_bytes: tuple[int, ...]
     state_widths: tuple[int, int]
-    """Of two models whose gradients are reduced and whose weights are updated."""
+    """Widths for two models, to measure gradient reduction and weight updates."""
     state_vocabularies: tuple[int, int]
     state_layers: tuple[int, int]
-    """Of the smaller of them, which is made twice: what a layer takes is the difference."""
+    """Layers for two versions of the smaller model; their time difference gives the time per layer."""
     state_steps: int
     logits: tuple[int, int]
     """Tokens and vocabulary."""
     file_bytes: int
     round_seconds: float
-    """How long an action is repeated, in each of three rounds."""
+    """Repeat an action for this long in each of three rounds."""
 
 
 ON_CPU = Sizes(
-    # Below some 500 tokens and widths below 200 a core multiplies more slowly; above, it gets no faster.
+    # Below about 500 tokens or width 200 a core multiplies more slowly; above, it gets no faster.
     tokens=(16, 128, 512, 2048),
     widths=(64, 192, 512, 1024),
     lengths=(128, 512, 2048, 4096),
@@ -44,7 +44,7 @@ ON_CPU = Sizes(
     windows=(128, 512, 2048),
     head_dims=(64, 128),
     num_heads=2,
-    # In the L2 cache, in the L3 cache, beyond both, and from the size at which glibc maps new pages each time (32 MiB).
+    # L2 cache, L3 cache, beyond both, and above 32 MiB: from there on glibc maps new pages for each allocation.
     tensor_bytes=(1 << 16, 1 << 20, 1 << 23, 3 << 24),
     message_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23),
     state_widths=(64, 384),
@@ -56,7 +56,7 @@ ON_CPU = Sizes(
     round_seconds=0.02,
 )
 ON_GPU = Sizes(
-    # Shapes of models from one billion parameters on: smaller products are bound by their launch.
+    # Shapes from one billion parameters up: smaller matmuls are bound by their launch.
     tokens=(128, 1024, 8192, 32768),
     widths=(512, 2048, 4096, 8192),
     lengths=(512, 2048, 8192, 32768),
@@ -92,5 +92,5 @@ SMALLEST = Sizes(
     file_bytes=1 << 20,
     round_seconds=0.0,
 )
-"""For tests of everything but the figures."""
+"""For tests that ignore the measured values."""
 BY_NAME = {"cpu": ON_CPU, "cuda": ON_GPU, "smallest": SMALLEST}

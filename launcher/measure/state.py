@@ -1,7 +1,7 @@
-"""Time of a step that does not depend on tokens: gradients, reduction, update, and bookkeeping, by ZeRO stage.
+"""Step time that does not depend on tokens: gradients, reduction, update, and bookkeeping, by ZeRO stage.
 
-Measured on steps of a few tokens with a run's own engine, for models of two sizes: the extra time of the larger one is
-due to its parameters, and the rest is the fixed cost of any step.
+Measured with a run's own engine on steps with few tokens, for models in two sizes: the larger model's extra time is due
+to its parameters, and the rest is the fixed cost per step.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _NAMES: dict[torch.dtype, Literal["float32", "bfloat16"]] = {torch.float32: "flo
 
 class _Step(NamedTuple):
     adding: float
-    """The first of two micro-batches, whose gradients are added up."""
+    """Seconds for the first of two micro-batches, which only accumulates gradients."""
     reducing: float
-    """The second one, whose gradients are then reduced."""
+    """Seconds for the second one, which also reduces them."""
     updating: float
 
 
 def measure_state(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """Measure parameters per second of each part, by stage and dtype, and seconds that do not depend on parameters."""
+    """Measure parameters per second for each part, by stage and dtype, and seconds independent of parameters."""
     axes = {"stage": [stage + 1 for stage in _STAGES]}
     what = "steps of a few tokens, models of two sizes"
     names = ("gradient_parameters", "reduction_parameters", "update_parameters")
@@ -52,7 +52,8 @@ def measure_state(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
     fixed = [Figure(name, axes, f"{what}, parameters apart") for name in names]
     for dtype in DTYPES:
         for stage in _STAGES:
-            # DeepSpeed's stage 0 has no bfloat16 with float32 sums: such runs are refused, so this figure is unused.
+            # DeepSpeed's stage 0 cannot accumulate bfloat16 in float32: the config check rejects such runs, so this
+            # entry is unused.
             if stage == 0 and dtype == torch.bfloat16:
                 _repeat_last(rates, fixed)
                 continue
@@ -71,7 +72,7 @@ def _repeat_last(*figures: list[Figure]) -> None:
 
 
 def measure_process(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
-    """Measure resident bytes of this process; yield no figure on a GPU, whose memory holds none of them."""
+    """Measure this process's resident bytes; yield no entry on a GPU: its memory holds none of them."""
     if clock.device.type != "cpu":
         return
     # The first step imports many modules, and some of them allocate.
@@ -90,19 +91,21 @@ class _Stage:
             _config(stage, dtype, width=small, layers=layers, vocabulary=few),
             _config(stage, dtype, width=large, layers=layers, vocabulary=many),
         ]
+        # deep - shallow isolates the time per layer; wide - deep the time per parameter, at equal depth.
         shallow, deep, wide = (_step(clock, config, sizes.state_steps) for config in configs)
         parameters = num_parameters(configs[2]) - num_parameters(configs[1])
         self.rates = [
             parameters / max(of_wide - of_deep, _LEAST_SECONDS) for of_wide, of_deep in zip(wide, deep, strict=True)
         ]
         layer = max((deep.adding - shallow.adding) / (layers - few_layers), _LEAST_SECONDS)
+        # The remainders are fixed costs: per micro-batch without its layers, per step without parameters.
         micro_batch = deep.adding - layers * layer
         step = deep.updating + deep.reducing - deep.adding
         self.fixed = [layer, max(micro_batch, _LEAST_SECONDS), max(step, _LEAST_SECONDS)]
 
 
 def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabulary: int) -> ResolvedConfig:
-    """Build a config of a dense model of this width, with one data rank per process and two micro-batches a step."""
+    """Build a config for a dense model with this width, one data rank per process and two micro-batches per step."""
     heads = max(1, width // 64)
     model = ModelSection(
         hidden_size=width,
@@ -121,13 +124,13 @@ def _config(stage: int, dtype: torch.dtype, *, width: int, layers: int, vocabula
         train=ResolvedTrain(
             tokens_per_step=2 * _TOKENS * num_ranks(), dtype=_NAMES[dtype], products=fastest_products()
         ),
-        # Stage 3 keeps small weights unsharded: here only norms, as in models whose matrices are larger.
+        # Stage 3 keeps small weights unsharded: here only norms, as in models with larger matrices.
         zero=ResolvedZero(stage=stage, param_persistence_threshold=width),
     )
 
 
 def _step(clock: Clock, config: ResolvedConfig, num_steps: int) -> _Step:
-    """Return median seconds of a step's parts, without the first step, which allocates."""
+    """Return median seconds for a step's parts, without the first step, which allocates."""
     mesh = Mesh.build(context=1, ulysses=1, expert=1)
     engine = build_engine(config, mesh, accumulation=2)
     engine.initialize(0)
@@ -140,7 +143,7 @@ def _step(clock: Clock, config: ResolvedConfig, num_steps: int) -> _Step:
         engine.backward(task.loss(loss, counts))
 
     def timed(action: Callable[[], Any]) -> float:
-        # Ranks wait for one another inside the action, so they must begin together.
+        # Ranks wait for one another inside the action, so they must start together.
         meet_patiently()
         return clock.once(action)
 

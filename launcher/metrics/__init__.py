@@ -1,1 +1,1 @@
-"""One record a step: metrics.jsonl is the source of truth; console and trackers read the same record."""
+"""Metrics, one record per step: metrics.jsonl is the source of truth; console and trackers read the same record."""

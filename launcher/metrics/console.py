@@ -1,4 +1,4 @@
-"""A record as one console line, the remaining time of a run, and the live line of a terminal."""
+"""Console line for a record, remaining time of a run, and live progress line on a terminal."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def short_number(value: float) -> str:
 
 
 class Pace:
-    """Wall time of a run's last steps, including validations and checkpoints between them."""
+    """Remaining-time estimator over recent steps, including validations and checkpoints between them."""
 
     WINDOW_STEPS = 100
-    """Older steps do not count: a machine may get faster or slower."""
+    """Window in steps; a machine's speed may change during a run."""
 
     def __init__(self, step: int, now: float) -> None:
-        """Start at ``step`` at the time ``now``, in seconds of any monotonic clock."""
+        """Start at ``step`` at time ``now``, in seconds on any monotonic clock."""
         self._times = deque([(step, now)], maxlen=self.WINDOW_STEPS + 1)
 
     def seconds_left(self, step: int, last_step: int, now: float) -> float | None:
-        """Return seconds until ``last_step`` at the pace so far, with ``step`` done ``now``; None before any step."""
+        """Estimate seconds until ``last_step``, with ``step`` completed at ``now``; None before the first step."""
         if step > self._times[-1][0]:
             self._times.append((step, now))
         first_step, first_time = self._times[0]
@@ -66,7 +66,7 @@ _LEFT_OUT_FIRST = (
     "grad_norm",
     "dropped",
 )
-"""Parts of a line that a narrow terminal does without, in this order."""
+"""Parts that a narrow terminal omits, in this order."""
 
 
 def console_line(
@@ -76,15 +76,15 @@ def console_line(
     seconds_left: float | None = None,
     columns: int | None = None,
 ) -> str:
-    """Format a record as one line with fixed order and units; values missing from the record are left out.
+    """Format a record as one line with fixed order and units; omit values missing from the record.
 
-    So are those that matter least, if the line is longer than ``columns``.
+    Omit the least important parts as well if the line exceeds ``columns``.
     """
     step = str(record["step"])
     if total_steps is not None:
-        # 100% only at the last step.
+        # Floor division: 100% only at the last step.
         done = f"{100 * record['step'] // max(1, total_steps)}%"
-        # Padded to the width of the last step, so that the columns of a run line up.
+        # Pad to the last step's width, so that a run's lines align.
         step = f"{record['step']:>{len(str(total_steps))}}/{total_steps} {done:>4}"
     parts = {"step": f"step {step}"}
     if record["kind"] == "train":
@@ -95,6 +95,7 @@ def console_line(
         parts["event"] = record["event"]
     if seconds_left:
         parts["left"] = f"{short_duration(seconds_left)} left"
+    # Measure again after each removal: a narrow terminal loses only as many parts as necessary.
     for name in _LEFT_OUT_FIRST:
         if columns is not None and len("  ".join(parts.values())) > columns:
             parts.pop(name, None)
@@ -117,7 +118,7 @@ def _train_parts(record: Mapping[str, Any]) -> dict[str, str]:
     )
     parts = {"loss": "no token counts"} if record["loss"] is None else {}
     for key, form in formats:
-        # If a device cannot report its peak memory, the record says 0.
+        # Records contain 0 if the device cannot report its peak memory.
         is_unknown = record.get(key) is None or (key == "max_memory_bytes" and not record[key])
         if not is_unknown:
             parts[key] = form(record[key])
@@ -134,6 +135,7 @@ def _validation_parts(record: Mapping[str, Any]) -> dict[str, str]:
     if record["loss"] is None:
         return {"loss": "validation: no token counts"}
     parts = {"loss": f"validation loss {record['loss']:.4f}"}
+    # The unigram entropy is the loss when a model knows token frequencies only: a useful model is below it.
     entropy = record.get("unigram_entropy")
     if entropy is not None:
         side = "below"
@@ -152,7 +154,7 @@ def is_watched(stream: TextIO) -> bool:
 
 
 class LiveLine:
-    """Progress bar of the steps, with loss, speed, current activity and remaining time."""
+    """Progress bar over steps, with loss, speed, current activity and remaining time."""
 
     def __init__(self, total_steps: int, *, is_shown: bool) -> None:
         self._total_steps, self._is_shown = total_steps, is_shown
@@ -160,7 +162,7 @@ class LiveLine:
         self._redirected: list[tuple[logging.StreamHandler, TextIO]] = []
 
     def start(self) -> None:
-        """Draw the line, and redirect the log so that its lines appear above it."""
+        """Draw the line and redirect the log so that log lines appear above it."""
         if not self._is_shown:
             return
         from rich.console import Console
@@ -175,11 +177,11 @@ class LiveLine:
             TimeElapsedColumn(),
         )
         terminal = sys.stdout
-        # Four times a second: redrawing takes processor time from the step.
+        # Four redraws per second: redrawing takes CPU time from the step.
         self._bar = Progress(*columns, console=Console(file=terminal), transient=True, refresh_per_second=4)
         self._bar.add_task("step 1", total=self._total_steps, note="")
         self._bar.start()
-        # From now on sys.stdout writes above the line, but the log's handler still holds the terminal itself.
+        # From now on sys.stdout writes above the line, but the log handler still holds the terminal itself.
         for handler in logging.getLogger("launcher").handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is terminal:
                 handler.setStream(sys.stdout)
@@ -207,7 +209,7 @@ class LiveLine:
             self._bar.update(self._bar.task_ids[0], note=what)
 
     def stop(self) -> None:
-        """Remove the line and give the terminal back to the log. Safe to call twice."""
+        """Remove the line and return the terminal to the log. Safe to call twice."""
         if self._bar is None:
             return
         for handler, terminal in self._redirected:

@@ -1,12 +1,11 @@
-"""The record of a run: the lines of ``metrics.jsonl``.
+"""Metrics records: the lines in ``metrics.jsonl``.
 
-Only rank 0 writes it. A record is a plain dict of one of three kinds, named by its ``kind``: ``train`` (one per step,
-built by ``launcher/training/step.py``), ``validation`` and ``event`` (a resume). ``docs/run-folder.md`` defines every
-key.
+Only rank 0 writes them. A record is a plain dict with its kind in ``kind``: ``train`` (one per step, built by
+``launcher/training/step.py``), ``validation`` or ``event`` (a resume). ``docs/run-folder.md`` defines every key.
 
-JSON has no NaN, and a loss may be one. A number that is not finite is written as ``null``, and the record gets
-``"non_finite": {"loss": "nan"}``: dotted path to ``nan``, ``inf`` or ``-inf``. So ``null`` alone means *not known*.
-``read_metrics`` restores the numbers.
+JSON has no NaN, but a loss may be NaN. A non-finite number is written as ``null``, and the record gets ``"non_finite":
+{"loss": "nan"}``: dotted path to ``nan``, ``inf`` or ``-inf``. So ``null`` alone means *not known*. ``read_metrics``
+restores the numbers.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from longctx.untrusted.reading import parse_json
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-"""One line of ``metrics.jsonl``."""
+"""One line in ``metrics.jsonl``."""
 
 METRICS_FILE = "metrics.jsonl"
 STOP_EVENT = "stop"
-"""The event of a run that was asked to stop."""
+"""Event for a requested stop."""
 AUDIT_EVENT = "audit"
-"""The event of a wrong number that was found (``run.audit_every``, ``run.replicas_every``)."""
+"""Event for a wrong number found by an audit (``run.audit_every``, ``run.replicas_every``)."""
 DISCARDED_FILE = "metrics.discarded.jsonl"
 
 TIMING_KEYS = frozenset(
@@ -41,16 +40,16 @@ TIMING_KEYS = frozenset(
     | {"tokens_per_second", "step_seconds", "data_wait_seconds", "max_memory_bytes", "model_tflops", "mfu", "time"}
     | {"goodput", "stalls", "stalled_seconds", "restarts"}
 )
-"""Keys that may differ between two runs that computed the same thing."""
+"""Keys that may differ between two runs with equal computation."""
 
 REQUIRED_KEYS = {"train": ("step", "loss"), "validation": ("step", "loss"), "event": ("step", "event")}
-"""What every record of a kind carries; readers treat any other key as optional."""
+"""Required keys per kind; readers treat any other key as optional."""
 
 _NON_FINITE = "non_finite"
 
 
 def without_timing(record: Mapping[str, Any]) -> Record:
-    """Return the part of a record that two equal runs share: everything but ``TIMING_KEYS``."""
+    """Return the record without ``TIMING_KEYS``: the part that two equal runs share."""
     return {key: value for key, value in record.items() if key not in TIMING_KEYS}
 
 
@@ -59,14 +58,14 @@ def encode(record: Mapping[str, Any]) -> str:
     try:
         return json.dumps(record, allow_nan=False)
     except ValueError:
-        # Some number is not finite: only this rare case pays for the search.
+        # Search only if encoding fails: non-finite numbers are rare.
         found: dict[str, str] = {}
         finite = {key: _take_non_finite(value, key, found) for key, value in record.items()}
         return json.dumps({**finite, _NON_FINITE: found}, allow_nan=False)
 
 
 def decode(line: bytes) -> Record:
-    """Parse the record of one line; raise ValueError with the reason if it is malformed."""
+    """Parse one line into a record; raise ValueError with the reason if it is malformed."""
     record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
@@ -93,7 +92,7 @@ def check_record(record: Mapping[str, Any]) -> None:
 
 
 def _take_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
-    """Replace each number that is not finite by None; store it in ``found`` by its dotted path."""
+    """Replace non-finite numbers by null; store each in ``found`` under its dotted path."""
     if isinstance(value, float) and not math.isfinite(value):
         found[path] = str(float(value))
         return None
@@ -105,7 +104,7 @@ def _take_non_finite(value: Any, path: str, found: dict[str, str]) -> Any:
 
 
 def _put_back(holder: Any, path: str, number: float) -> None:
-    """Set the number at a dotted path, whose parts are keys of objects and indices of lists."""
+    """Set the number at a dotted path made of object keys and list indices."""
     part, _, rest = path.partition(".")
     key: Any = part
     if isinstance(holder, list):
@@ -117,9 +116,9 @@ def _put_back(holder: Any, path: str, number: float) -> None:
 
 
 def read_metrics(folder: Path | str) -> list[Record]:
-    """Return all records of a run folder in the order written; raise DataError with file and line of a malformed one.
+    """Return a run folder's records in written order; raise DataError with file and line if one is malformed.
 
-    An unterminated last line, which a killed run leaves, is skipped with a warning.
+    An unterminated last line, left by a killed run, is skipped with a warning.
     """
     path = Path(folder) / METRICS_FILE
     if not path.is_file():
@@ -131,9 +130,9 @@ def read_metrics(folder: Path | str) -> list[Record]:
 
 
 def readable_records(path: Path, having: str = "") -> Iterator[Record]:
-    """Yield the records of a file's lines that contain the text ``having``; none if the file does not exist.
+    """Yield records from lines that contain the text ``having``; empty if the file does not exist.
 
-    Lines that were cut short by a kill, or broken by editing, are skipped.
+    Lines cut short by a kill or broken by editing are skipped.
     """
     if not path.is_file():
         return
@@ -145,16 +144,14 @@ def readable_records(path: Path, having: str = "") -> Iterator[Record]:
 
 
 def missing_steps(folder: Path | str, step: int) -> list[range]:
-    """Return the ranges of steps up to ``step`` whose rows are missing, in order; only the folder's own steps count.
-
-    A run that went on in a new folder has rows from there on: its first row is that of the resume.
-    """
+    """Return the step ranges up to ``step`` without rows, in order; only the folder's own steps count."""
     path = Path(folder) / METRICS_FILE
     records: list[Record] = []
     if path.is_file():
         records = read_metrics(folder)
     taken = {record["step"] for record in records if record["kind"] == "train"}
     first = 0
+    # A run that continued in a new folder has rows from there on, and its first row is the resume.
     if records and records[0].get("event") == "resume":
         first = records[0]["step"]
     found: list[range] = []
@@ -167,11 +164,10 @@ def missing_steps(folder: Path | str, step: int) -> list[range]:
 
 
 def truncate_after(folder: Path, step: int | None) -> int:
-    """Move rows of steps after ``step`` to ``metrics.discarded.jsonl``; return the number of lines moved.
+    """Move rows after ``step`` to ``metrics.discarded.jsonl``; return the number of lines moved.
 
     Called on resume, before the writer opens, with the checkpoint's step; -1 moves everything, None only a torn last
-    line, unchanged. The rows are safe in the second file before the first is replaced, so a kill in between can repeat
-    rows there but never lose one.
+    line, unchanged.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
@@ -188,6 +184,7 @@ def truncate_after(folder: Path, step: int | None) -> int:
     if torn:
         moved.append(torn)
     text = b"".join(line + b"\n" for line in remaining)
+    # The second file gets the rows before the first is replaced: a kill in between can repeat rows but never lose one.
     if moved:
         _append_durably(folder / DISCARDED_FILE, moved)
     if text != data:
@@ -197,7 +194,7 @@ def truncate_after(folder: Path, step: int | None) -> int:
 
 
 def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """Return complete lines, and the unfinished rest of a killed writer; a rest that is a valid record is a line."""
+    """Return complete lines and a killed writer's unfinished rest; a rest that is a valid record is a line."""
     *lines, tail = data.split(b"\n")
     try:
         decode(tail)
@@ -219,12 +216,13 @@ def _decode_lines(path: Path, lines: Sequence[bytes]) -> Iterator[Record]:
 
 
 def _append_durably(path: Path, lines: Sequence[bytes]) -> None:
-    """Append lines, and return once they are on disk."""
+    """Append lines and return once they are on disk."""
     torn = path.is_file() and not (path.read_bytes() or b"\n").endswith(b"\n")
     with path.open("ab") as file:
-        # An earlier append may have been killed within a line: start on a new line.
+        # A kill during an earlier append may have cut a line: start on a new one.
         if torn:
             file.write(b"\n")
         file.write(b"".join(line + b"\n" for line in lines))
         file.flush()
+        # The caller replaces the first file next, so these lines must be on disk.
         os.fsync(file.fileno())

@@ -1,7 +1,7 @@
-"""Throughput of a run: one function per quantity, each with its formula.
+"""Throughput metrics: one function per quantity, with its formula.
 
-FLOPs here are *model* FLOPs: those the mathematics needs, two for each multiply-add. Work that an implementation
-adds (recomputed activations, masked-out scores) is not counted, so a slower method never looks better.
+FLOPs here are *model* FLOPs: those that the mathematics requires, two per multiply-add. Extra work by an implementation
+(recomputed activations, masked-out scores) is excluded, so a slower method never looks better.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ _PEAK_TFLOPS_BFLOAT16: tuple[tuple[str, float], ...] = (
     ("A800", 312.0),
     ("L40S", 362.0),
 )
-"""Dense bfloat16 tensor-core rates of the makers' data sheets; the first name found in the device's name counts."""
+"""Dense bfloat16 tensor-core peak in TFLOP/s from vendor data sheets; the first matching name applies."""
 
 
 @cache
 def matmul_parameters(config: ModelConfig) -> int:
-    """Count the weights that one token is multiplied by: active experts only, no embedding lookup, norms or biases.
+    """Count weights that multiply each token: active experts only; no embedding lookup, norms or biases.
 
-    All of ``count_matrices`` but the embedding: attention's projections; the FFN, ``2·M·F`` or gated ``3·M·F``, or
-    instead router ``M·E``, the chosen experts ``top_k·3·M·F_expert`` and the shared expert ``3·M·F_shared`` with its
-    gate ``M``. The output head ``V·M``, tied or not, counts once, and once more per block for multi-token prediction.
+    Includes every ``count_matrices`` entry except the embedding: attention projections; the FFN (``2·M·F``, gated
+    ``3·M·F``) or, with experts, the router ``M·E``, chosen experts ``top_k·3·M·F_expert`` and the shared expert
+    ``3·M·F_shared`` with its gate ``M``. The output head ``V·M``, tied or untied, counts once, plus once per
+    multi-token-prediction block.
     """
-    # A tied head multiplies by the embedding's weights, which are also looked up; an untied head has its own weights.
+    # A tied head multiplies by the embedding weights, which are also looked up; an untied head has its own weights.
     counts, table = count_matrices(decoder_of(config), active=True, uses=True), config.vocab_size * config.embedding_dim
     multiplied = sum(counts.values())
     if not config.tie_embeddings:
@@ -49,15 +50,14 @@ def matmul_parameters(config: ModelConfig) -> int:
         # The pair head only sees first tokens.
         multiplied -= pair_head_size(config)
     if config.encoder_layers:
-        # Queries and output of cross attention.
+        # Cross attention projects decoder tokens to queries and outputs; keys and values count per source token.
         multiplied += 2 * config.num_layers * config.hidden_size * config.num_heads * config.head_dim
     return multiplied
 
 
 @cache
 def source_parameters(config: ModelConfig) -> int:
-    """Count the weights that one source token is multiplied by: the encoder's, and those of cross attention's keys and
-    values; 0 without an encoder."""
+    """Count weights that multiply each source token: the encoder, and cross attention's K and V."""
     if not config.encoder_layers:
         return 0
     encoder = encoder_of(config)
@@ -67,7 +67,7 @@ def source_parameters(config: ModelConfig) -> int:
 
 
 def head_parameters(config: ModelConfig) -> int:
-    """Count the weights of the head: the output matrix, and the projection before it."""
+    """Count the head's weights: the output matrix and the projection before it."""
     found = config.vocab_size * config.embedding_dim
     if config.head_transform:
         found += config.hidden_size * config.embedding_dim
@@ -77,21 +77,23 @@ def head_parameters(config: ModelConfig) -> int:
 def training_flops(
     config: ModelConfig, lengths: Sequence[int], source_lengths: Sequence[int] = (), *, head_share: float = 1.0
 ) -> int:
-    """Compute model FLOPs of one forward and backward pass over documents of these lengths.
+    """Compute model FLOPs for one forward and backward pass over documents with these lengths.
 
-    ``6 · matmul_parameters · Σ n + 3 · Σ_layers Mixer.flops``: forward costs 2 per weight and token, and backward
-    twice as much as forward. With full attention in all layers that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``. Only a
-    ``head_share`` of the tokens has logits. With an encoder, document n reads a source of ``source_lengths`` n: its
-    tokens go through ``source_parameters`` and the encoder's mixers, and cross attention costs ``4·L·H·D·n·s``.
+    ``6 · matmul_parameters · Σ n + 3 · Σ_layers Mixer.flops``: forward costs 2 per weight and token. With full
+    attention in all layers that is ``6·P·Σ n + 12·L·H·D · Σ n·(n + 1)/2``. Only a ``head_share`` fraction of tokens has
+    logits. With an encoder, each document reads a source with its length in ``source_lengths``: source tokens go
+    through ``source_parameters`` and the encoder's mixers, and cross attention costs ``4·L·H·D·n·s``.
     """
     linear = 2 * matmul_parameters(config) * sum(lengths)
     mixing = sum(count * mixer.flops(config, lengths) for mixer, count in mixers_of(config).items())
+    # Tokens without logits skip the head.
     without = round(2 * head_parameters(config) * sum(lengths) * (1 - head_share))
+    # Backward costs twice as much as forward, hence the factor 3.
     return 3 * (linear - without + mixing + _source_flops(config, lengths, source_lengths))
 
 
 def _source_flops(config: ModelConfig, lengths: Sequence[int], source_lengths: Sequence[int]) -> int:
-    """Compute forward FLOPs of the encoder and of cross attention."""
+    """Compute forward FLOPs for the encoder and cross attention."""
     if not config.encoder_layers:
         return 0
     mixers = mixers_of(encoder_of(config)).items()
@@ -109,7 +111,7 @@ def tokens_per_second(num_tokens: int, seconds: float) -> float:
 
 
 def model_tflops(flops: float, seconds: float, *, num_devices: int) -> float:
-    """Return model TFLOP/s per device: ``flops / seconds / num_devices / 1e12``, with the FLOPs of all devices."""
+    """Return model TFLOP/s per device: ``flops / seconds / num_devices / 1e12``, with FLOPs summed over devices."""
     if seconds <= 0:
         return 0.0
     return flops / seconds / num_devices / 1e12
@@ -118,8 +120,8 @@ def model_tflops(flops: float, seconds: float, *, num_devices: int) -> float:
 def mfu(flops: float, seconds: float, peak_flops: float | None) -> float | None:
     """Return model FLOPs utilization, 0 to 1: ``flops / (seconds · peak_flops)``.
 
-    ``flops`` and ``peak_flops`` (FLOP/s) are both of all devices, or both of one device. Return None if the peak is
-    unknown (a CPU) or no time has passed: an invented peak would make the figure meaningless.
+    ``flops`` and ``peak_flops`` (FLOP/s) must both cover all devices, or both one device. Return None if the peak is
+    unknown (a CPU) or no time has passed: an invented peak would make the metric meaningless.
     """
     if not peak_flops or seconds <= 0:
         return None
@@ -127,13 +129,13 @@ def mfu(flops: float, seconds: float, peak_flops: float | None) -> float | None:
 
 
 def peak_device_flops(device_name: str, dtype: str) -> float | None:
-    """Return the dense peak FLOP/s of a device named as by ``torch.cuda.get_device_name``; None if it is unknown.
+    """Return a device's dense peak FLOP/s by its ``torch.cuda.get_device_name``; None if unknown.
 
-    Only bfloat16 is known: float32 matmuls may or may not use TF32, which does not depend on the device.
+    Covers bfloat16 only: float32 matmuls may or may not use TF32, which does not depend on the device.
     """
     if dtype != "bfloat16":
         return None
-    # Longer names of a family come before shorter ones: an H100 PCIe is slower than an H100.
+    # Longer names in a family come first: an H100 PCIe is slower than an H100.
     for name, tflops in _PEAK_TFLOPS_BFLOAT16:
         if name.lower() in device_name.lower():
             return tflops * 1e12

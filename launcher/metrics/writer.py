@@ -1,4 +1,4 @@
-"""The writers of a run's records: ``metrics.jsonl``, the console, trackers."""
+"""Writers for a run's records: ``metrics.jsonl``, console, trackers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class MetricsWriter:
     """Writer that appends records to a run folder's ``metrics.jsonl``, flushed line by line.
 
-    One writer per run, on rank 0. Opening sets aside a torn last line, so a new record never joins it.
+    One writer per run, on rank 0. Opening moves a torn last line away, so a new record never joins it.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -39,9 +39,9 @@ class MetricsWriter:
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> Record:
-        """Append one record and return it as written; ``time`` is added if it is missing.
+        """Append one record and return it as written; add ``time`` if it is missing.
 
-        Raises ValueError if a required key is missing, OSError if the line cannot be written to disk.
+        Raise ValueError if a required key is missing, OSError if the line cannot be written to disk.
         """
         if "time" not in record:
             # ISO 8601: UTC, milliseconds.
@@ -63,21 +63,21 @@ class MetricsWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """Rule for which steps of a run get a log line."""
+    """Rule for the steps that get a log line."""
 
     total_steps: int
-    """Steps of the whole run."""
+    """Total steps in the run."""
     first_step: int
-    """Step that this process begins after."""
+    """Step after which this process begins."""
     last_step: int
-    """Step that this process ends at."""
+    """Last step in this process."""
     every: int
-    """Steps from a line to the next one."""
+    """Log interval in steps."""
 
     def is_due(self, record: Mapping[str, Any]) -> bool:
         """Return True if the record gets a line; validations, resumes, and the first and last step always do."""
         step = record["step"]
-        # These have lines of their own.
+        # These events log their own lines.
         if record.get("event") in ("plan", "plan_checked", "stop"):
             return False
         # The record of a step that could not be taken has no tokens: it explains why the run ends.
@@ -87,7 +87,7 @@ class Lines:
 
 
 class RecordWriter:
-    """Writer of records to the run folder, log, console and trackers on rank 0; it does nothing on other ranks."""
+    """Writer to the run folder, log, console and trackers on rank 0; a no-op on other ranks."""
 
     def __init__(self, folder: Path, lines: Lines, *, is_rank_0: bool, trackers: Trackers | None = None) -> None:
         self._lines, self._trackers = lines, trackers or Trackers()
@@ -101,9 +101,10 @@ class RecordWriter:
         self._live = LiveLine(lines.total_steps, is_shown=self._is_watched)
 
     def write(self, record: Record) -> None:
-        """Write a record everywhere; to the log only if a line is due."""
+        """Write a record to all outputs, but to the log only if a line is due."""
         if self._writer is None or self._time is None:
             return
+        # Add the goodput fields first: file, console and trackers get the same record.
         record = {**record, **self._time.see(record)}
         written = self._writer.write(record)
         left = self._pace.seconds_left(record["step"], self._lines.last_step, time.monotonic())
@@ -114,7 +115,7 @@ class RecordWriter:
         self._trackers.send(written)
 
     def _log(self, record: Record, seconds_left: float | None) -> None:
-        """Log a record's line: whole in the file, and as wide as the terminal on it."""
+        """Log a record's line: complete in the file, fitted to the terminal's width on screen."""
         total, on_terminal = self._lines.total_steps, {}
         if self._is_watched:
             columns = shutil.get_terminal_size().columns
@@ -134,6 +135,7 @@ class RecordWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        # Return the terminal to the log before the last lines.
         self._live.stop()
         if self._time is not None:
             if told := self._time.end(failed=kind is not None):

@@ -1,1 +1,1 @@
-"""Resource estimates of a run, before it starts, by arithmetic: device bytes, seconds per step, settings that fit."""
+"""Resource estimates before a run starts, by arithmetic: device bytes, seconds per step, settings that fit."""

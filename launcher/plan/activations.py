@@ -1,6 +1,6 @@
-"""Activation bytes kept for backward, and transient peaks, by arithmetic; checked against ``plan --trace``.
+"""Activation bytes saved for backward, and transient peaks, by arithmetic; checked against ``plan --trace``.
 
-Bytes are those of one micro-batch on one rank. Sizes: M model width, F inner width of an FFN, V vocabulary.
+Bytes count one micro-batch on one rank. Sizes: M model width, F inner FFN width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from longctx.model.chunks.table import SUMMED_VALUES, is_summed_by_rows
 from longctx.model.stack import enters_by_rows
 
 _LOGITS_OF_GPU = 1 << 29
-"""Of a chunk, at most (longctx/kernels/cross_entropy.py)."""
+"""Logits per chunk, at most (longctx/kernels/cross_entropy.py)."""
 _BLOCK_OF_GPU = 1 << 27
-"""Of them, those that are worked on at once, in float32."""
+"""Logits processed at once, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes of activations, apart from weights, gradients and optimizer."""
+    """Activation bytes, excluding weights, gradients and optimizer."""
 
     kept: int
     """On the device between forward and backward."""
     kept_on_host: int
     kept_on_disk: int
     passing: int
-    """What backward, or the loss, adds to that at its peak."""
+    """Extra device bytes at the peak, in backward or in the loss."""
 
 
 def activations(
     config: ResolvedConfig, tokens: int, *, ring: int, device_type: str = "cuda", num_documents: int = 1
 ) -> Activations:
-    """Compute activation bytes for ``tokens`` of a micro-batch on each rank, in a ring of ``ring`` ranks.
+    """Compute activation bytes for a micro-batch with ``tokens`` on each rank, in a ring with ``ring`` ranks.
 
-    ``num_documents`` counts the documents of which a rank has a part.
+    ``num_documents`` counts the documents with a part on this rank.
     """
     own = _Layers(config, tokens, ring, device_type, num_documents).activations()
     of_source = encoder_run(config)
@@ -54,12 +54,12 @@ def activations(
 
 
 def _with_encoder(decoder: Activations, encoder: _Layers, config: ResolvedConfig) -> Activations:
-    """Combine both stacks: the encoder's layers are kept while the decoder runs, and come last in backward."""
+    """Combine both stacks: the encoder's activations stay saved while the decoder runs, and its backward comes last."""
     kept, on_host, on_disk = encoder.kept_of_layers()
     # The encoder's output, which the decoder's layers read, and its gradient.
     kept += 2 * encoder.tokens * encoder.x
     if config.train.keep == "all" and not encoder.chunked:
-        # Keys and values of cross attention in each layer.
+        # Cross-attention keys and values for each layer.
         kept += config.model.num_layers * encoder.tokens * encoder.kv
     last = max(kept + point for layer in {0, encoder.model.num_layers - 1} for point in encoder.points(layer))
     peak = max(decoder.kept + decoder.passing + kept, last)
@@ -72,7 +72,7 @@ def _with_encoder(decoder: Activations, encoder: _Layers, config: ResolvedConfig
 
 
 class _Layers(TokenBytes):
-    """Layers of a model over the tokens of a rank; sums are bytes per token unless stated otherwise."""
+    """A model's layers over a rank's tokens; sums are bytes per token unless stated otherwise."""
 
     def __init__(
         self, config: ResolvedConfig, tokens: int, ring: int, device_type: str, num_documents: int = 1
@@ -82,7 +82,7 @@ class _Layers(TokenBytes):
         self.num_documents = num_documents
 
     def activations(self) -> Activations:
-        """Return bytes of all layers with the head."""
+        """Return the bytes for all layers and the head."""
         model, train = self.model, self.config.train
         layers = [self.kept_of(layer) for layer in range(model.depth)]
         heads, weights = 1 + model.mtp_layers, model.vocab_size * model.embedding_dim
@@ -91,17 +91,17 @@ class _Layers(TokenBytes):
         shared = _shared(self)
         kept = shared + _under_way(self)
         if model.num_experts:
-            # Of the current layer: choices and gates, and their order.
+            # The current layer's expert choices and gates, and their order.
             shared += self.tokens * 2 * self.routing()
             if not self.chunked or train.store == "device":
                 kept = shared
         last = self.x
         if self.chunked:
-            # The gradient replaces the last layer's output.
+            # The gradient overwrites the last layer's output.
             last = 0
         on_device, on_host, on_disk, stream = _places(self, layers, _kept_ahead(self) + by_rows * heads * self.x)
         kept += self.tokens * (sum(on_device) + last + stream) + head
-        # In backward of the last layer the head's gradient and the last norm's input are already freed.
+        # In the last layer's backward, the head's gradient and the last norm's input are already freed.
         below = self.tokens * sum(on_device) + shared
         if not self.chunked:
             below += self.tokens * stream
@@ -109,7 +109,8 @@ class _Layers(TokenBytes):
             below += self.tokens * layers[-2]
         peaks = [kept + loss_bytes(self.config, self.tokens, self.device_type)]
         if by_rows:
-            # The gradient in the weight's dtype, another that it is added to, and a sum of rows with their logits.
+            # The gradient in the weight's dtype, another one that it is added to, and a block of summed rows with their
+            # logits.
             rows = self.chunk() * SUMMED_VALUES // model.embedding_dim
             peaks.append(kept + min(2, heads) * weights * self.width + (SUMMED_VALUES + 2 * rows) * FLOAT32)
         peaks += [below + point for layer in _of_each_kind(self) for point in self.points(layer)]
@@ -122,50 +123,52 @@ class _Layers(TokenBytes):
         )
 
     def kept_of_layers(self) -> tuple[int, int, int]:
-        """Return bytes of all layers, without a head, kept on the device, on the host and on disk."""
+        """Return bytes for all layers without a head: on the device, on the host, and on disk."""
         model = self.model
         on_device, on_host, on_disk, stream = _places(self, [self.kept_of(layer) for layer in range(model.num_layers)])
         on_device_now = self.tokens * (sum(on_device) + stream) + _shared(self)
         return on_device_now, self.tokens * on_host, self.tokens * on_disk
 
     def points(self, layer: int) -> list[int]:
-        """Return bytes at the points of a layer's backward where memory may peak."""
+        """Return bytes at the points in a layer's backward that may be the peak."""
         model, core = self.model, self.core(layer)
         if self.chunked:
             return [self._ffn_of_chunk(layer), self._attention_by_groups(layer)]
         again = 0
         if self.config.train.keep != "all":
-            # Saved by recomputation: inputs of both norms and parts, queries, keys and values.
+            # Recomputation saves the inputs to both norms and parts, and queries, keys and values.
             again = 3 * self.x + self.before_core(layer) + core.behind
         if self.config.train.keep == "inputs":
             again += core.out + core.lse
         ffn = self.tokens * again + _ffn(self, layer, self.tokens)
         if model.has_experts(layer):
             ffn += self.tokens * self.x
-        # The FFN's inputs are freed by then, and so are plain copies of queries, keys and values.
+        # By then the FFN's inputs are freed, and so are plain copies of queries, keys and values.
         norms = self.before_core(layer) - core.q - core.kv
         attention = self.tokens * (self.x + norms + self._core_backward(layer))
         if self.config.train.keep == "all":
+            # Saved activations in ``below`` that are freed by then or counted again here.
             attention -= self.tokens * (2 * self.x + self.saved_of_ffn(layer) + self.before_core(layer) + core.behind)
         return [ffn, attention]
 
     def _core_backward(self, layer: int, groups: tuple[int, int] = (1, 1)) -> int:
-        """Return bytes of a core's backward, including queries, keys and values, but not the kept output.
+        """Return bytes for a core's backward, including queries, keys and values, but not the saved output.
 
-        ``groups`` are the numbers of groups of query heads and of key heads. The factors match traces of the ring: a
-        rank in its middle has more keys in flight, the last one more queries at once.
+        ``groups`` counts groups of query heads and of key heads.
         """
         core = self.core(layer).of_group(*groups)
         if self.is_delta(layer):
             # Inputs, their gradients and the output's; values recomputed per block do not grow with the tokens.
             return 2 * (core.q + core.kv + core.out)
+        # The factors below match ring traces: a middle rank has more keys in flight, the last rank more queries at
+        # once.
         heads, keys, model = core.q + core.out, core.kv, self.model
         padded = 0
         if model.value_dim != model.head_dim:
-            # Values, their gradients, and attention's output and its gradient, padded to the width of queries.
+            # Values, their gradients, and attention's output with its gradient, padded to the query width.
             padded = 2 * model.num_kv_heads * model.head_dim * self.width // groups[1] + core.q
         if self.ring == 1 and self.device_type == "cpu":
-            # Block by block; gradients in float32, then in the dtype that is passed on.
+            # Block by block; gradients in float32, then in the dtype passed on.
             grads = (core.q + keys) * FLOAT32 // self.width
             if self.width < FLOAT32:
                 grads += core.q + keys
@@ -174,7 +177,7 @@ class _Layers(TokenBytes):
         if self.ring == 1:
             return max(5 * heads // 2 + 4 * keys + padded, within)
         if self.config.parallel.transport == "all_gather":
-            # All keys and values at once, and their gradients in float32.
+            # All keys and values at once, with their gradients in float32.
             keys += core.kv * (self.ring - 1) * (1 + 2 * FLOAT32 // self.width) // 8
         return max(max(11 * heads // 4 + 12 * keys, 7 * heads // 2 + 17 * keys // 2) + padded, within)
 
@@ -187,11 +190,12 @@ class _Layers(TokenBytes):
         return ffn + _weight_sums(self, layer)
 
     def chunk(self) -> int:
-        """Return the tokens of a chunk."""
+        """Return tokens per chunk."""
         return min(self.config.train.chunk_tokens, self.tokens)
 
     def _attention_by_groups(self, layer: int) -> int:
-        # The next group's tensors are being fetched, or this one's are on the device, which stores them.
+        # The next group's tensors are being fetched; with device storage this group's are counted in ``stored``
+        # already.
         core = self.core(layer)
         passed = core.q + core.kv + core.out
         groups = self._groups(layer)
@@ -200,19 +204,19 @@ class _Layers(TokenBytes):
         if self.config.train.store == "device":
             arriving = -(one.q + one.kv + one.out)
         if groups[0] > groups[1] and self.config.train.store == "device":
-            # Gradients, in float32, of keys and values that several groups read.
+            # Float32 gradients for keys and values that several groups read.
             arriving += one.kv * FLOAT32 // self.width
         of_group = self.tokens * (arriving + self._core_backward(layer, groups))
         stored = _stored(self, self.x + passed)
         if self.config.train.store == "host" and self.device_type == "cpu":
-            # On a CPU the host store is in the same memory as the device.
+            # On a CPU the host store shares the device's memory.
             stored = self.tokens * passed
-        # The FFN's gradients are complete by then, and rounded.
+        # By then the FFN's gradients are complete, and rounded.
         finished = num_ffn_parameters(self.config, layer) * (FLOAT32 - self.width)
         return of_group + stored + _weight_sums(self, layer) - finished
 
     def _groups(self, layer: int) -> tuple[int, int]:
-        """Return the numbers of groups in which a layer's query heads and key heads pass through its core."""
+        """Return how many groups a layer's query heads and key heads are split into."""
         mixer, wanted = layer_specs(self.model)[layer].mixer, self.config.train.head_groups
         if isinstance(mixer, GatedDelta):
             one = groups_of(self.model.delta_sizes.key_heads, wanted)
@@ -224,26 +228,26 @@ class _Layers(TokenBytes):
 
 
 def _shared(layers: _Layers) -> int:
-    """Return bytes of rotary tables, ids and positions, which all layers read."""
+    """Return bytes for rotary tables, ids and positions, which all layers read."""
     return layers.tokens * (layers.model.rotary_size * FLOAT32 + 32)
 
 
 def _under_way(layers: _Layers) -> int:
-    """Return bytes of the last two chunks of the residual stream, on their way to the store after forward."""
+    """Return bytes for the residual stream's last two chunks, still in transfer to the store after forward."""
     if not layers.chunked or layers.config.train.store == "device" or layers.device_type == "cpu":
         return 0
     return 2 * layers.chunk() * layers.x
 
 
 def _stored(layers: _Layers, per_token: int) -> int:
-    """Return bytes passed between a layer's parts, if they are stored on the device."""
+    """Return bytes passed between a layer's parts, if the device stores them."""
     if layers.config.train.store != "device":
         return 0
     return layers.tokens * per_token
 
 
 def _ffn(layers: _Layers, layer: int, tokens: int) -> int:
-    """Return bytes that an FFN's backward adds to its normed input and output gradient, for ``tokens`` of one call."""
+    """Return the bytes an FFN's backward adds to its normed input and output gradient, for ``tokens`` in one call."""
     model, width = layers.model, layers.width
     if not model.has_experts(layer):
         factors = 3
@@ -254,12 +258,12 @@ def _ffn(layers: _Layers, layer: int, tokens: int) -> int:
 
 
 def _experts(layers: _Layers, tokens: int) -> int:
-    """Return the same for a layer of experts, which gathers assignments and computes weight gradients."""
+    """Return the same for an expert layer, which gathers assignments and computes weight gradients."""
     model, width = layers.model, layers.width
     tile = min(layers.config.parallel.expert_tile_tokens or tokens, tokens)
     assignments = tile * model.experts_per_token
     inner = model.expert_ffn_size * width
-    # After the second product: gate, up, their gradients, and both concatenated; tokens, and gradients of the output.
+    # After the second matmul: gate, up, their gradients, and both concatenated; tokens, and output gradients.
     of_tile = assignments * (6 * inner + 2 * layers.x)
     weights = 3 * model.num_experts // layers.config.parallel.expert * model.expert_ffn_size * model.hidden_size
     sums, bytes_of_weights = 0, width
@@ -270,18 +274,17 @@ def _experts(layers: _Layers, tokens: int) -> int:
 
 
 def _weight_sums(layers: _Layers, layer: int) -> int:
-    """Return bytes of a layer's gradient sums over chunks."""
     return num_layer_parameters(layers.config, layer) * FLOAT32
 
 
 def _of_embeddings(layers: _Layers) -> int:
-    """Return bytes at the end of backward: the gradient of the embeddings, and that of their table."""
+    """Return bytes at the end of backward: gradients for the embeddings, and for their table."""
     model = layers.model
     table, of_head = model.vocab_size * model.embedding_dim * layers.width, 0
     if model.tie_embeddings:
         of_head = table
     if layers.chunked and not model.residual_dropout and enters_by_rows(model):
-        # Sums of some rows, and the gradients that a chunk adds to them.
+        # Sums for some rows, and the gradients that one chunk adds to them.
         return table + of_head + 2 * SUMMED_VALUES * FLOAT32 + layers.chunk() * model.hidden_size * FLOAT32
     return table + of_head + layers.tokens * layers.x
 
@@ -293,8 +296,8 @@ def _of_each_kind(layers: _Layers) -> set[int]:
 
 
 def _kept_ahead(layers: _Layers) -> int:
-    """Return bytes per token that are kept between the blocks for multi-token prediction."""
-    # Inputs of three norms, and of the projection, which is twice as wide.
+    """Return bytes per token saved between the blocks for multi-token prediction."""
+    # Inputs to three norms, and to the projection, which is twice as wide.
     kept = 5 * layers.x
     if layers.chunked:
         # The block's input, the tensor concatenated with it, and the branch.
@@ -303,9 +306,9 @@ def _kept_ahead(layers: _Layers) -> int:
 
 
 def _places(layers: _Layers, kept: list[int], ahead: int = 0) -> tuple[list[int], int, int, int]:
-    """Return bytes per token of layers on the device, on the host and on disk, and other bytes that stay on the device.
+    """Split the layers' bytes per token into device, host and disk; also return other bytes that stay on the device.
 
-    The others are the residual stream and ``ahead``, kept after the last layer; a disk, or a host with chunks, stores
+    The others are the residual stream and ``ahead``, saved after the last layer; a disk, or a host with chunks, stores
     them too.
     """
     train = layers.config.train
@@ -319,15 +322,15 @@ def _places(layers: _Layers, kept: list[int], ahead: int = 0) -> tuple[list[int]
 
 
 def _within_kernel(layers: _Layers, layer: int, groups: tuple[int, int]) -> int:
-    """Return bytes per token that are held while the kernel's backward runs in a layer.
+    """Return bytes per token held while the kernel's backward runs in a layer.
 
-    Includes queries, keys and values with their gradients, and the workspace, but not the kept output.
+    Includes queries, keys and values with their gradients, and the workspace, but not the saved output.
     """
     model, mixer = layers.model, layer_specs(layers.model)[layer].mixer
     core = layers.core(layer).of_group(*groups)
     held = 2 * (core.q + core.kv) + core.out + core.lse // 2
     if layers.ring > 1:
-        # Sums over hops in float32, and the keys and values of the next hop.
+        # Float32 sums over hops, and the next hop's keys and values.
         held += (core.q + core.kv) * FLOAT32 // layers.width + 2 * core.kv
     keys, value_dim = mixer.key_heads(model), model.value_dim
     if isinstance(mixer, Softmax) and mixer.has_own_heads:
@@ -346,24 +349,24 @@ def _within_kernel(layers: _Layers, layer: int, groups: tuple[int, int]) -> int:
 
 
 def sums_head_by_rows(config: ResolvedConfig, model: ModelConfig) -> bool:
-    """Return True if the gradient of the head's weight is summed some rows at a time, recomputing their logits."""
+    """Return True if the head's weight gradient is summed in blocks of rows, recomputing their logits."""
     is_large = is_summed_by_rows(model.vocab_size * model.embedding_dim)
     return bool(config.train.chunk_tokens) and is_large and not model.head_bias
 
 
 def loss_bytes(config: ResolvedConfig, tokens: int, device_type: str) -> int:
-    """Return bytes of the loss of a rank's ``tokens``, apart from the gradients of hidden states and head."""
+    """Return loss bytes for a rank's ``tokens``, excluding gradients for hidden states and head."""
     tokens = math.ceil(tokens * config.head_share)
     if device_type == "cpu":
         return _on_cpu(config, tokens)
     logits = min(_LOGITS_OF_GPU, tokens * config.model.vocab_size)
     chunk = logits * config.dtype.itemsize
-    # Eager: a block's copies in float32. Compiled: the gradient of the full chunk.
+    # Eager: a block's float32 copies. Compiled: the full chunk's gradient.
     return chunk + max(3 * min(_BLOCK_OF_GPU, logits) * FLOAT32, chunk)
 
 
 def _on_cpu(config: ResolvedConfig, tokens: int) -> int:
-    """Return loss bytes on a CPU, where blocks fit a cache: a chunk's logits and gradient, normed states, the head."""
+    """Return loss bytes on a CPU, with cache-sized blocks: a chunk's logits and gradient, normed states, the head."""
     model, width = config.model.config(), config.dtype.itemsize
     vocab_size, model_width = model.vocab_size, model.embedding_dim
     normed, head = tokens * model.hidden_size * width, 0
@@ -372,7 +375,7 @@ def _on_cpu(config: ResolvedConfig, tokens: int) -> int:
         normed += 3 * tokens * model_width * width
     chunk = min(tokens_of_chunk(vocab_size, model_width, "cpu"), tokens)
     if width < FLOAT32 and config.train.products == "float32":
-        # Tiles of the head's weight and the chunk's hidden states, converted to float32.
+        # Tiles from the head's weight, and the chunk's hidden states, converted to float32.
         head = 2 * min(TILE_ELEMENTS, vocab_size * model_width) * FLOAT32 + chunk * model_width * FLOAT32
         width = FLOAT32
     elif width < FLOAT32:

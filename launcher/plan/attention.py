@@ -1,4 +1,4 @@
-"""Attention of all layers on a rank in one micro-batch: FLOPs by kind and size of its parts, and communication."""
+"""Attention work per rank and micro-batch over all layers: FLOPs by kind and size, and communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from parallel.schedule.heads import AttentionShape
 from parallel.schedule.schedule import Schedule
 
 BACKWARD_FLOPS = 2.5
-"""Backward's five products over forward's two."""
+"""Five matmuls in backward over two in forward."""
 
 
 class Part(NamedTuple):
@@ -33,12 +33,12 @@ class Part(NamedTuple):
 
     kind: Literal["causal", "full", "window"]
     size: float
-    """Tokens of a document, the root of queries times keys, or a window."""
+    """Tokens per document, the root of queries times keys, or a window."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One forward pass of all layers on a rank."""
+    """One forward pass through all layers on a rank."""
 
     flops: dict[Part, float]
     received_in_node: float = 0.0
@@ -52,7 +52,7 @@ class Attention:
             kind = {"causal": "", "full": "full_", "window": "window_"}[part.kind]
             names = f"{kind}attention_flops", f"{kind}attention_backward_flops"
             rates = [hardware.attention_rate(name, kernel) for name in names]
-            # Pass both sizes; the rate's table uses one of them. A profile may have no table of windows.
+            # Pass both sizes: the rate's table uses one of them, and a profile may lack a window table.
             of_pass = [rate.at(dtype, length=part.size, window=part.size, head_dim=model.head_dim) for rate in rates]
             forward += flops / of_pass[0]
             backward += BACKWARD_FLOPS * flops / of_pass[1]
@@ -63,7 +63,7 @@ class Attention:
 def attention_of_rank(
     model: ModelConfig, parallel: ParallelSection, width: int, world: World, rank: int, documents: PackedDocuments
 ) -> Attention:
-    """Return a rank's attention FLOPs, received bytes and messages in all layers, forward; ``width``: bytes a value."""
+    """Count a rank's attention FLOPs, received bytes and messages in all layers, forward; ``width`` is the itemsize."""
     flops: dict[Part, float] = {}
     within = afar = 0.0
     messages = 0
@@ -87,11 +87,11 @@ def _one_layer(
     documents: PackedDocuments,
 ) -> Attention:
     if parallel.context == 1 or mixer.reach == 0:
-        # The states that are passed on are small.
+        # The states passed between ranks are small.
         return Attention(_of_documents(model, mixer, documents.lengths, parallel.context))
     schedule = _schedule(mixer, parallel, documents)
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, width, value_dim=model.value_dim)
-    # A rank that represents those that share the experts may belong to another sequence.
+    # A rank that represents the expert group may belong to another sequence.
     rank %= parallel.context
     ring_rank, ring = rank // parallel.ulysses, parallel.context // parallel.ulysses
     ring_in_node = max(1, world.ranks_per_node // parallel.ulysses)
@@ -108,7 +108,7 @@ def _one_layer(
 
 
 def _of_documents(model: ModelConfig, mixer: Mixer, lengths: Sequence[int], ranks: int) -> dict[Part, float]:
-    """Return FLOPs of complete documents, divided over so many ranks."""
+    """Count FLOPs for complete documents, divided evenly over the ranks."""
     found: dict[Part, float] = {}
     for length, count in Counter(lengths).items():
         part = Part("full", length)
@@ -127,7 +127,7 @@ def _of_schedule(mixer: Mixer, schedule: Schedule, rank: int, shape: AttentionSh
             table = work.slices.numpy()
             causal = _is_causal(table)
             queries, keys = table[:, Q_STOP] - table[:, Q_START], table[:, K_STOP] - table[:, K_START]
-            # Equal parts run at one rate, so seconds only need sums by kind and size.
+            # Equal parts run at one rate, so sums by kind and size suffice.
             for is_causal, num_pairs, q, k in zip(causal, areas(table), queries, keys, strict=True):
                 part = Part("full", math.sqrt(int(q) * int(k)))
                 if mixer.window:
@@ -136,15 +136,15 @@ def _of_schedule(mixer: Mixer, schedule: Schedule, rank: int, shape: AttentionSh
                     part = Part("causal", int(q))
                 pairs[part] += int(num_pairs)
     every = sum(pairs.values())
-    # The schedule's own sum, for this rank's heads, of which it may have one more than another rank.
+    # Scale to the schedule's total for this rank's heads; a rank may have one head more than another.
     a_pair = schedule.flops(rank, shape) / max(1, every)
     return {part: count * a_pair for part, count in pairs.items()}
 
 
 def _is_causal(table: np.ndarray) -> np.ndarray:
-    """Return a mask of the slices cut by a diagonal, in which some query does not see the last key."""
+    """Mark slices cut by a diagonal, in which some query does not see the last key."""
     lo = table[:, LO]
-    # A bound that cuts nothing off does not count: the kernels ignore it too.
+    # A bound that excludes no pair does not count: the kernels ignore it too.
     return (lo != OPEN) & (lo > table[:, Q_START] - (table[:, K_STOP] - 1))
 
 

@@ -1,7 +1,7 @@
-"""Seconds of a rank's computing in one micro-batch apart from attention: weight products, and all work between them.
+"""A rank's compute seconds per micro-batch, excluding attention: weight matmuls, and all work between them.
 
-Products depend on the shapes of the weights; norms, activations, sums and the loss on bytes and bandwidths. Axes:
-O outer width, I inner width of a weight, M model width, F inner width of an FFN, e experts of a rank.
+Matmuls depend on weight shapes; norms, activations, sums and the loss on bytes and bandwidths. Axes: O outer width, I
+inner width of a weight, M model width, F inner FFN width, e local experts.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix that tokens are multiplied by."""
+    """Matrix that multiplies tokens."""
 
     outer: int
     inner: int
     num_experts: int = 0
-    """Of how many experts on this rank it is one's; 0 where every token meets it."""
+    """Local experts, if it is one expert's weight; 0 if it multiplies every token."""
     is_last: bool = False
-    """Whether it is the last product of its part of a layer, whose result no backward reads."""
+    """True for the last matmul in its part of a layer; no backward reads its result."""
     of_source: bool = False
-    """Whether a source's tokens meet it and not the batch's: keys and values of cross attention."""
+    """True if it multiplies source tokens instead of the batch's own: keys and values in cross attention."""
 
 
 @cache
 def weights_in(layers: nn.Module) -> Counter[Weight]:
-    """Count the weights of all layers by shape, without tables, norms, biases, embedding and head."""
+    """Count the weights in all layers by shape, excluding tables, norms, biases, embedding and head."""
     found: Counter[Weight] = Counter()
     for name, p in layers.named_parameters():
         is_last = name.endswith("down_proj.weight") or name.endswith(".down_proj")
@@ -58,31 +58,31 @@ def weights_in(layers: nn.Module) -> Counter[Weight]:
 
 
 def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, has_head: bool = True) -> float:
-    """Compute seconds of products for a rank's ``tokens`` of a micro-batch: forward, backward and recomputation.
+    """Compute matmul seconds for a rank's ``tokens`` in a micro-batch: forward, backward and recomputation.
 
-    An encoder that accompanies a decoder has no head of its own (``has_head``).
+    ``has_head`` is False for an encoder that accompanies a decoder.
     """
     chunk = min(config.train.chunk_tokens or tokens, tokens)
     total, chosen = 0.0, config.model.experts_per_token
     most_of_expert = BLOCK_TOKENS if hardware.device_type == "cpu" else math.inf
     stack = build_shapes(config).model
-    # With shared weights a block is used once per layer.
+    # With shared weights, each block runs once per layer.
     uses = config.model.num_layers // len(stack.layers)
     weights = Counter({weight: uses * count for weight, count in weights_in(stack.layers).items()})
     for weight, count in (weights + weights_in(stack.mtp)).items():
         rows, at_once = float(tokens), float(chunk)
         if weight.num_experts:
-            # Each expert is chosen equally often, by the tokens of this rank and of the ranks that share its experts.
+            # Balanced load: local experts serve tokens from this rank and from the ranks that share its experts.
             rows = tokens * chosen / weight.num_experts
             at_once = min(rows * chunk / tokens, most_of_expert)
         if weight.of_source:
-            # Not chunked, even if the batch's own tokens are.
+            # Source tokens are not chunked, even if the batch's own tokens are.
             rows = at_once = float(num_source_tokens(config))
         forwards = 1 + _again(config, weight)
         total += count * _seconds(config, hardware, weight, rows, at_once, forwards)
     if not has_head:
         return total
-    # The logits, and two products in backward.
+    # The logits, and two matmuls in backward.
     model, rows = config.model.config(), tokens * config.head_share
     head = Weight(model.vocab_size, model.embedding_dim)
     at_once = min(rows, tokens_of_chunk(head.outer, head.inner, hardware.device_type))
@@ -94,7 +94,7 @@ def product_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, 
 
 
 def narrow_products(model: ModelConfig, head_share: float) -> dict[Weight, float]:
-    """Return the products between the model's width and its embeddings' width, with the share of tokens in each."""
+    """Return the matmuls between model width and embedding width, each with its share of tokens."""
     found: dict[Weight, float] = {}
     if model.embedding_size:
         found[Weight(model.hidden_size, model.embedding_size)] = 1.0
@@ -106,23 +106,23 @@ def narrow_products(model: ModelConfig, head_share: float) -> dict[Weight, float
 def _seconds(
     config: ResolvedConfig, hardware: Hardware, weight: Weight, rows: float, at_once: float, forwards: int
 ) -> float:
-    """Return seconds of ``rows`` through a weight, ``at_once`` at a time."""
-    # Use the rate of a square weight with as many elements.
+    """Return seconds for ``rows`` through a weight, ``at_once`` at a time."""
+    # Look up the rate for a square weight with as many elements.
     flops = 2.0 * rows * weight.outer * weight.inner
     width, dtype = math.sqrt(weight.outer * weight.inner), config.train.dtype
 
     def of(rate: Rate) -> float:
         return flops / rate.at(dtype, tokens=at_once, width=width)
 
-    # Backward has two products: the gradients of rows and of weights.
+    # Backward has two matmuls: gradients for rows and for weights.
     return forwards * of(hardware.product_flops) + 2 * of(hardware.product_backward_flops)
 
 
 def _again(config: ResolvedConfig, weight: Weight) -> int:
-    """Return 1 if backward recomputes a product of forward, else 0."""
+    """Return 1 if backward recomputes this forward matmul, otherwise 0."""
     train = config.train
     if weight.num_experts:
-        # An expert's last product is never recomputed, the others only if their result was not saved.
+        # An expert's last matmul is never recomputed, the others only if their result was not saved.
         return int(not weight.is_last and (train.keep != "all" or train.recompute_experts == "all"))
     if config.train.chunk_tokens:
         return int(not weight.is_last)
@@ -134,24 +134,24 @@ def _again(config: ResolvedConfig, weight: Weight) -> int:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A rank's tokens of a micro-batch."""
+    """A rank's tokens in a micro-batch."""
 
     config: ResolvedConfig
     model: ModelConfig
     hardware: Hardware
     tokens: int
     at_once: int
-    """How many of them go through a layer together."""
+    """Tokens that pass through a layer together."""
 
     def seconds(self, rate: Rate, passes: float, width: float) -> float:
-        """Return seconds of ``passes`` over tensors of this width in the run's dtype, ``at_once`` tokens per tensor."""
+        """Return seconds for ``passes`` over tensors with this width in the run's dtype, ``at_once`` tokens each."""
         dtype = self.config.train.dtype
         a_token = width * self.config.dtype.itemsize
         return passes * self.tokens * a_token / rate.at(dtype, bytes=max(1.0, self.at_once * a_token))
 
 
 def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware, *, has_head: bool = True) -> float:
-    """Compute seconds of norms, rotation, activations, sums, routing, and the loss between its products."""
+    """Compute seconds for norms, rotation, activations, sums, routing, and the loss between its matmuls."""
     train, model = config.train, config.model.config()
     of_tokens = _Tokens(config, model, hardware, tokens, min(config.train.chunk_tokens or tokens, tokens))
     of_experts = sum(map(model.has_experts, range(model.depth)))
@@ -168,7 +168,7 @@ def elementwise_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware,
 
 
 def _forwards(config: ResolvedConfig) -> int:
-    """Return the number of forward passes of a layer, which leave out its last sum if repeated."""
+    """Return forward passes per layer; a repeated pass leaves out the last sum."""
     if config.train.keep != "all" or config.train.chunk_tokens:
         return 2
     return 1
@@ -177,25 +177,25 @@ def _forwards(config: ResolvedConfig) -> int:
 def _attention_seconds(of: _Tokens) -> float:
     model, hardware, again = of.model, of.hardware, _forwards(of.config)
     M, heads = model.hidden_size, model.num_heads * model.head_dim + model.num_kv_heads * model.head_dim
-    # Norms read and write once; backward counts as twice that.
+    # Each of two norms reads and writes once; backward counts as twice that.
     total = again * of.seconds(hardware.norm_bandwidth, 4, M) + of.seconds(hardware.norm_backward_bandwidth, 8, M)
-    # Forward: the residual sums of attention and of the FFN, which is not recomputed. Backward: both contribute to the
-    # gradient of their input, and so does each of three projections after one norm.
+    # Forward: residual sums after attention and after the FFN; the latter is not recomputed. Backward: both contribute
+    # to their input's gradient, and so does each of three projections after one norm.
     total += of.seconds(hardware.memory_bandwidth, 3 * (again + 1) + 12, M)
     return total + of.seconds(hardware.rotary_bandwidth, 2 * (again + 1), heads)
 
 
 def _ffn_seconds(of: _Tokens, width: int) -> float:
-    """Return seconds of a dense FFN's activation, and of summing its input's gradients from gate and up."""
+    """Return seconds for a dense FFN's activation, and for summing its input gradients from gate and up."""
     total = _activation_seconds(of, width, of.tokens)
     return total + of.seconds(of.hardware.memory_bandwidth, 3, of.model.hidden_size)
 
 
 def _activation_seconds(of: _Tokens, width: float, rows: float) -> float:
-    """Return seconds of ``rows`` through a gated activation of this width, forward and backward."""
+    """Return seconds for ``rows`` through a gated activation with this width, forward and backward."""
     forwards = _forwards(of.config)
     if of.config.train.chunk_tokens:
-        # With chunks the recomputed forward skips it, and the product after it.
+        # With chunks, recomputation skips the activation and the matmul after it.
         forwards = 1
     share = rows / of.tokens
     total = forwards * of.seconds(of.hardware.activation_bandwidth, 3, width * share)
@@ -203,7 +203,7 @@ def _activation_seconds(of: _Tokens, width: float, rows: float) -> float:
 
 
 def _expert_seconds(of: _Tokens) -> float:
-    """Return seconds of the experts' activation, of gathering tokens and summing results, and of the shared expert."""
+    """Return seconds for the experts' activation, dispatch and combine, and the shared expert."""
     model, hardware, k = of.model, of.hardware, of.model.experts_per_token
     assigned = k * model.hidden_size
     total = of.seconds(hardware.routing_bandwidth, 4, assigned)
@@ -217,11 +217,12 @@ def _expert_seconds(of: _Tokens) -> float:
 
 
 def _weight_sum_seconds(config: ResolvedConfig, tokens: int, hardware: Hardware) -> float:
-    """Return seconds of accumulating weight gradients over chunks: written, read, and added to a float32 sum."""
+    """Return seconds for accumulating weight gradients over chunks: written, read, and added to a float32 sum."""
     if not config.train.chunk_tokens:
         return 0.0
     chunks, parameters = -(-tokens // config.train.chunk_tokens), num_layer_parameters(config)
     uses = config.model.num_layers // len(build_shapes(config).model.layers)
     moved = uses * chunks * parameters * (2.0 * config.dtype.itemsize + 2 * _FLOAT32)
+    # A layer has about seven matrices; the rate depends on bytes per tensor.
     of_tensor = parameters / (7 * config.model.num_layers) * _FLOAT32
     return moved / hardware.memory_bandwidth.at(config.train.dtype, bytes=of_tensor)

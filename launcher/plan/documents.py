@@ -1,4 +1,4 @@
-"""Synthetic micro-batches of a run's shape, for planning before its data exist."""
+"""Synthetic micro-batches in a run's shape, for planning before its data exist."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from longctx.batch import IGNORED_TARGET, PackedDocuments, Stream
 
 
 def documents_of(config: ResolvedConfig, document_tokens: int = 0) -> PackedDocuments:
-    """Return ``train.micro_batch_rows`` full rows of documents of this length; 0 means one document per row."""
+    """Return documents with this length (0: one per row) that fill ``train.micro_batch_rows`` rows."""
     rows, tokens = config.train.micro_batch_rows, config.data.seq_len
     length = min(document_tokens or tokens, tokens)
-    # A row's last document is shorter if the length does not divide the row; no document crosses rows.
+    # If the length does not divide the row, its last document is shorter; no document crosses rows.
     bounds = [row * tokens + start for row in range(rows) for start in range(0, tokens, length)]
     return PackedDocuments((*bounds, rows * tokens))
 
 
 def synthetic_batch(config: ResolvedConfig, document_tokens: int = 0) -> Stream:
-    """Return ``train.micro_batch_rows`` full rows of documents of this length (0: one per row). Token ids are 0.
+    """Build ``train.micro_batch_rows`` full rows with documents of this length (0: one per row). Token ids are 0.
 
-    For a model with an encoder, add full rows of sources, divided evenly among a row's documents.
+    A model with an encoder also gets full source rows, divided evenly among a row's documents.
     """
     documents, rows = documents_of(config, document_tokens), config.train.micro_batch_rows
     stream = _stream(documents, rows)
@@ -40,7 +40,6 @@ def synthetic_batch(config: ResolvedConfig, document_tokens: int = 0) -> Stream:
 
 
 def _stream(documents: PackedDocuments, rows: int) -> Stream:
-    """Return rows of these documents."""
     lengths, shape = torch.tensor(documents.lengths), (rows, documents.num_tokens // rows)
     ids = torch.arange(len(lengths)).repeat_interleave(lengths)
     positions = torch.arange(documents.num_tokens) - torch.tensor(documents.bounds[:-1]).repeat_interleave(lengths)

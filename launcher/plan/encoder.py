@@ -1,4 +1,4 @@
-"""The encoder's part of a run: planned as a run of an encoder-only model on the same ranks."""
+"""The encoder's part in a run, planned as an encoder-only run on the same ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from parallel.layout.sequence import num_parts
 
 
 def encoder_run(config: ResolvedConfig) -> ResolvedConfig | None:
-    """Return a run whose decoder is the encoder and whose rows are the sources; None without an encoder."""
+    """Return a run with the encoder as its decoder and the sources as its rows; None without an encoder."""
     source = config.data.source_seq_len
     if not config.model.encoder_layers or not source:
         return None
     changed = {f"model.{name}": value for name, value in _changes(config.model).items()}
-    # The same number of rows per step.
+    # Keep the number of rows per step.
     changed |= {
         "data.seq_len": source,
         "data.source_seq_len": 0,
@@ -37,16 +37,16 @@ def _changes(section: ModelSection) -> dict[str, object]:
 
 
 def num_source_tokens(config: ResolvedConfig) -> int:
-    """Return the source tokens of a micro-batch on each rank; 0 without an encoder."""
+    """Return source tokens per micro-batch on each rank; 0 without an encoder."""
     if not config.model.encoder_layers:
         return 0
     parallel, total = config.parallel, config.data.source_seq_len * config.train.micro_batch_rows
     parts = num_parts(parallel.layout, parallel.context, parallel.ulysses)
-    # Padded for the ranks (``launcher.training.model``).
+    # Padded to divide among the ranks (``launcher.training.model``).
     return -(-total // parts) * parts // parallel.context
 
 
 def source_documents(config: ResolvedConfig, count: int) -> PackedDocuments:
-    """Return ``count`` documents, equal parts of a micro-batch's full source rows, padded to divide among the ranks."""
+    """Divide a micro-batch's full source rows, padded for the ranks, into ``count`` equal documents."""
     total = num_source_tokens(config) * config.parallel.context
     return PackedDocuments(tuple(number * total // count for number in range(count + 1)))

@@ -1,4 +1,4 @@
-"""``estimate_run``: bytes and seconds of a run before it starts, by arithmetic, for each kind of rank."""
+"""``estimate_run``: a run's bytes and seconds before it starts, by arithmetic, for each kind of rank."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from longctx.kernels.processor import has_native_bfloat16
 from parallel.zero.options import check_device
 
 HEADROOM = 0.1
-"""Share of a device's memory that is left to NCCL's buffers, kernels' workspaces (attention's in backward is counted)
-and the allocator's gaps."""
+"""Share of device memory left to NCCL's buffers, kernel workspaces (attention's in backward is counted) and allocator
+gaps."""
 _MOST_TOKENS = 1 << 40
-"""Of a row that is looked for."""
+"""Longest row to search for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankEstimate:
-    """Estimate of one step for one kind of rank."""
+    """One step's estimate for one kind of rank."""
 
     kind: RankKind
     bytes: StepBytes
@@ -48,7 +48,7 @@ class RankEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEstimate:
-    """Estimate of a run on this hardware."""
+    """A run's estimate on this hardware."""
 
     config: ResolvedConfig
     world: World
@@ -56,42 +56,42 @@ class RunEstimate:
     hardware: Hardware
     ranks: list[RankEstimate]
     host_bytes: int
-    """Of the machine's memory, for each rank: what is offloaded or kept there."""
+    """Host memory per rank for offloaded or stored data."""
     copy_bytes: int
-    """Of the machine's memory, on top, for the rank that copies most: a checkpoint, while it is written. A run that
-    has no memory for it waits, so it decides nothing about whether the run fits."""
+    """Additional host memory for a checkpoint copy while it is written, on the rank that copies most. A run without it
+    waits for its saves, so ``fits`` ignores it."""
     model_flops: float
-    """Of one step, the mask counted: the convention of ``mfu`` in metrics.jsonl."""
+    """FLOPs per step with the mask applied, as for ``mfu`` in metrics.jsonl."""
     full_flops: float
-    """The same with every query meeting every key of its row."""
+    """FLOPs per step if every query attended to every key in its document."""
 
     @property
     def peak_bytes(self) -> int:
-        """Largest peak of any rank's device."""
+        """Largest peak on any rank's device."""
         return max(rank.bytes.peak for rank in self.ranks)
 
     @property
     def fits(self) -> bool:
-        """True if all ranks fit into their device's memory and into their share of the host's."""
+        """True if every rank fits into its device memory and its share of host memory."""
         return self.peak_bytes <= self.hardware.memory_bytes and self.host_bytes <= self.hardware.host_memory_bytes
 
     @property
     def seconds(self) -> StepSeconds:
-        """Seconds of a step on the slowest rank."""
+        """Step seconds on the slowest rank."""
         return slowest([rank.seconds for rank in self.ranks])
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks together."""
+        """Tokens per second over all ranks."""
         return self.config.train.tokens_per_step / self.seconds.total
 
     @property
     def run_hours(self) -> float:
-        """Hours of all steps, without validation and checkpoints."""
+        """Hours for all steps, excluding validation and checkpoints."""
         return self.config.train.steps * self.seconds.total / 3600
 
     def utilisation(self, flops: float) -> float | None:
-        """Return ``flops`` of a step as a share of the devices' peak; None if the peak is unknown."""
+        """Return ``flops`` per step as a share of the devices' peak; None if the peak is unknown."""
         if not self.hardware.peak_flops:
             return None
         return flops / (self.seconds.total * self.hardware.peak_flops * self.world.ranks)
@@ -128,7 +128,7 @@ class RunEstimate:
 def planned(
     asked: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0, device_type: str = ""
 ) -> ResolvedConfig:
-    """Resolve the config as a run on these ranks would do; raise ConfigError if the run would be refused.
+    """Resolve the config as a run on these ranks would do; raise ConfigError if the run would be rejected.
 
     ``device_type`` defaults to the hardware's.
     """
@@ -148,13 +148,13 @@ def planned(
 
 
 def estimate_run(asked: RunConfig, world: World, hardware: Hardware, *, document_tokens: int = 0) -> RunEstimate:
-    """Estimate the run; raise ConfigError if it would be refused. Starts no processes and reads no data."""
+    """Estimate the run; raise ConfigError if it would be rejected. Starts no processes and reads no data."""
     config = planned(asked, world, hardware, document_tokens=document_tokens)
     model = config.model.config()
     documents = documents_of(config, document_tokens)
     padded = padded_documents(config, documents)
     ranks, host_bytes = estimate_ranks(config, world, hardware, padded)
-    # Of the largest micro-batch; with tokens_per_rank others may have a row less.
+    # ``documents`` is the largest micro-batch; with tokens_per_rank others may have one row less.
     copies = config.train.tokens_per_step / documents.num_tokens
     of_sources: tuple[int, ...] = ()
     if model.encoder_layers:
@@ -176,7 +176,9 @@ def estimate_run(asked: RunConfig, world: World, hardware: Hardware, *, document
 def estimate_ranks(
     config: ResolvedConfig, world: World, hardware: Hardware, documents: PackedDocuments
 ) -> tuple[list[RankEstimate], int]:
-    """Estimate each kind of rank, and host bytes per rank; ``config`` is settled, ``documents`` are a micro-batch's."""
+    """Estimate each kind of rank, and host bytes per rank, for a resolved ``config`` and one micro-batch's
+    ``documents``.
+    """
     device_type = hardware.device_type
     memory = memory_of_rank(config, config.model.config(), world.ranks)
     passing = _activations(config, device_type, len(documents.lengths))
@@ -193,10 +195,10 @@ def estimate_ranks(
 
 
 def longest_row(config: ResolvedConfig, world: World, hardware: Hardware, *, share: float = 1.0) -> int:
-    """Return the longest row, in multiples of 128 tokens per rank, that fits into a share of device memory; 0 for none.
+    """Return the longest row, in multiples of 128 tokens per rank, that fits into a share of device memory; 0 if none
+    fits.
 
-    ``config`` is settled, as in ``estimate_run``. Any row shorter than one that fits is taken to fit as well: lengths
-    are doubled, then bisected between the last that fits and the first that does not.
+    ``config`` is resolved, as in ``estimate_run``.
     """
     unit = 128 * config.parallel.context
 
@@ -207,6 +209,8 @@ def longest_row(config: ResolvedConfig, world: World, hardware: Hardware, *, sha
             return False  # more tokens than parallel.tokens_per_rank allows
         return fits(longer, world, hardware, share=share)
 
+    # Assume that any row shorter than one that fits also fits: double the length, then bisect between the last success
+    # and the first failure.
     if not is_possible(1):
         return 0
     low, high = 1, 2
@@ -224,7 +228,7 @@ def longest_row(config: ResolvedConfig, world: World, hardware: Hardware, *, sha
 def fits(
     config: ResolvedConfig, world: World, hardware: Hardware, *, share: float = 1.0, document_tokens: int = 0
 ) -> bool:
-    """Return True if a settled run fits into a share of the device's memory, and into the host's."""
+    """Return True if a resolved run fits into a share of device memory, and into host memory."""
     passing = _activations(config, hardware.device_type, len(documents_of(config, document_tokens).lengths))
     if _host_bytes(config, world, passing, hardware.device_type) > hardware.host_memory_bytes:
         return False
@@ -232,13 +236,13 @@ def fits(
 
 
 def peak_bytes(config: ResolvedConfig, world: World, hardware: Hardware) -> int:
-    """Return the peak bytes of a rank's device in a step of a settled run."""
+    """Return a rank's peak device bytes in one step of a resolved run."""
     passing = _activations(config, hardware.device_type, config.train.micro_batch_rows)
     return _bytes(config, world, passing, hardware).peak
 
 
 def with_rows(config: C, seq_len: int) -> C:
-    """Return the config with rows of another length, and the same number of rows per step."""
+    """Return the config with another row length, and the same number of rows per step."""
     longer = config.changed({"data.seq_len": seq_len, "train.tokens_per_step": config.rows_per_step * seq_len})
     if config.parallel.tokens_per_rank:
         # The number of rows in a micro-batch depends on their length.
@@ -247,18 +251,18 @@ def with_rows(config: C, seq_len: int) -> C:
 
 
 def _host_bytes(config: ResolvedConfig, world: World, passing: Activations, device_type: str) -> int:
-    """Return host bytes of one rank; 0 if host and device memory are the same."""
+    """Return host bytes per rank; 0 if host and device memory are the same."""
     if device_type == "cpu":
         return 0
     return _stored_bytes(config, world, passing)
 
 
 def _stored_bytes(config: ResolvedConfig, world: World, passing: Activations) -> int:
-    """Return bytes of one rank that are offloaded to, or kept in, the machine's memory."""
+    """Return bytes per rank that are offloaded to, or stored in, host memory."""
     memory = memory_of_rank(config, config.model.config(), world.ranks)
     counted = 0
     if config.train.store == "host":
-        # Activations that the check at a run's start counts.
+        # Activations that the check at startup already counts.
         counted = memory.activations
     return memory.host + max(0, passing.kept_on_host - counted)
 
@@ -274,7 +278,7 @@ def _bytes(config: ResolvedConfig, world: World, passing: Activations, hardware:
     held = _held(_without_rows(config, world), world, hardware.device_type)
     kept, kept_on_host, process, updating = passing.kept, passing.kept_on_host, 0, 0
     if hardware.device_type == "cpu":
-        # On a CPU the device's memory is the machine's.
+        # On a CPU, device memory is host memory.
         kept, kept_on_host, process = kept + _stored_bytes(config, world, passing), 0, int(hardware.process_bytes)
         # AdamW's plain form computes its denominator in two steps, each as large as a moment.
         updating = 2 * FLOAT32 * memory_of_rank(config, config.model.config(), world.ranks).updated
@@ -290,13 +294,13 @@ def _bytes(config: ResolvedConfig, world: World, passing: Activations, hardware:
 
 @cache
 def _held(config: ResolvedConfig, world: World, device_type: str) -> Held:
-    """Return the bytes that do not depend on rows, cached because a search asks for the same many times."""
+    """Return the bytes that do not depend on rows; cached, because a search repeats the same requests."""
     return partition_bytes(config, build_shapes(config), planned_mesh(config, world), device_type)
 
 
 def _without_rows(config: ResolvedConfig, world: World) -> ResolvedConfig:
-    """Return the config reset to defaults, except for fields that determine weights, gradients and optimizer."""
-    # The same number of micro-batches per step, of one token each: gradient accumulation depends on their number.
+    """Reset the config to defaults, except for fields that determine weights, gradients and optimizer."""
+    # The same number of micro-batches per step, with one token each: gradient accumulation depends on it.
     micro_batches = config.accumulation(world.ranks) * (world.ranks // config.parallel.context)
     train = ResolvedTrain(
         dtype=config.train.dtype,
@@ -313,10 +317,11 @@ def _without_rows(config: ResolvedConfig, world: World) -> ResolvedConfig:
 
 
 def _masked_flops(config: ResolvedConfig, lengths: tuple[int, ...]) -> float:
-    """Return FLOPs, forward and backward, of the query-key pairs left out by the causal masks of full layers."""
+    """Return FLOPs, forward and backward, for query-key pairs hidden by the causal masks in full layers."""
     model = config.model.config()
     if not model.causal:
         return 0.0
     full = sum(count for mixer, count in mixers_of(model).items() if mixer.reach is None and not mixer.stride)
     left_out = sum(n * n for n in lengths) - attended_pairs(lengths)
+    # Backward counts as twice the forward matmuls, hence the factor 3.
     return 3.0 * full * 2 * model.num_heads * (model.head_dim + model.value_dim) * left_out

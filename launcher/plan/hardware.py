@@ -1,4 +1,4 @@
-"""``Hardware``: rates of a device and its links. Profiles of a few devices are included, with sources for all figures.
+"""``Hardware``: rates for a device and its links. Profiles for a few devices are included, with a source per value.
 
 ``launcher measure`` writes such a profile for the machine it runs on.
 """
@@ -19,7 +19,7 @@ from longctx.files import read_toml
 FOLDER = Path(__file__).parent / "profiles"
 MEASURED = "measured"
 MEASURED_FILE = "hardware.toml"
-"""Where ``measure`` writes to and ``--device measured`` reads from, in the working folder."""
+"""Written by ``measure`` and read by ``--device measured``, in the working folder."""
 
 
 def _by(*sizes: str, like: str = "") -> dict[str, Any]:
@@ -29,96 +29,97 @@ def _by(*sizes: str, like: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Rates that one device attains, rather than those of a data sheet: bytes, FLOPs or parameters per second.
+    """Rates that one device attains in practice, not from a data sheet: bytes, FLOPs or parameters per second.
 
-    A rate may be a table by dtype and by the sizes that its field names. Sizes are: tokens and width of a product (the
-    root of its inner times outer width), length of a document or of the square of a hop, head size, bytes of one tensor
-    or message, and ZeRO's stage (plus 1).
+    A rate may be a table by dtype and by its field's sizes. Sizes are: matmul tokens and width (the root of inner times
+    outer width), length of a document or side of a hop's square, head size, bytes per tensor or message, and ZeRO stage
+    plus 1.
     """
 
     name: str
     device_type: str = "cuda"
-    """"cuda", or "cpu", whose memory is the machine's."""
+    """Either "cuda" or "cpu"; on a CPU, device memory is host memory."""
     memory_bytes: float
-    """What a run may fill of a device's memory."""
+    """Device memory that a run may fill."""
     peak_flops: float
-    """Of the data sheet: what MFU is a share of; 0 where nobody knows it."""
+    """Data-sheet peak, the denominator in MFU; 0 if unknown."""
     product_flops: Rate = field(metadata=_by("tokens", "width"))
-    """Matrix products, forward."""
+    """Matmuls, forward."""
     product_backward_flops: Rate = field(metadata=_by("tokens", "width", like="product_flops"))
-    """Their two products of backward."""
+    """Both backward matmuls."""
     attention_flops: Rate = field(metadata=_by("length", "head_dim"))
-    """Causal attention forward, 2·(D + V) a query-key pair that the mask leaves, and head."""
+    """Causal attention forward: 2·(D + V) FLOPs per unmasked query-key pair and head."""
     attention_backward_flops: Rate = field(metadata=_by("length", "head_dim"))
-    """Backward, which is 2.5 times those."""
+    """Backward, counted as 2.5 times the forward FLOPs."""
     full_attention_flops: Rate = field(metadata=_by("length", "head_dim", like="attention_flops"))
-    """The same of queries that see all keys, as in the hops of a ring."""
+    """Attention with all keys visible, as in ring hops."""
     full_attention_backward_flops: Rate = field(metadata=_by("length", "head_dim", like="attention_backward_flops"))
     window_attention_flops: Rate = field(metadata=_by("window", "head_dim", like="attention_flops"))
-    """The same under a window."""
+    """Attention under a window."""
     window_attention_backward_flops: Rate = field(metadata=_by("window", "head_dim", like="attention_backward_flops"))
     memory_bandwidth: Rate = field(metadata=_by("bytes"))
-    """The device's own memory: read and written bytes together, as sums of two tensors move them."""
+    """Device memory: bytes read plus bytes written, as in a sum of two tensors."""
     copy_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
     """Copies, or conversions to another dtype."""
     norm_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
-    """RMSNorm forward: its input and output."""
+    """RMSNorm forward: input and output."""
     norm_backward_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
-    """Backward, as if it moved twice those."""
+    """Backward, counted as twice the forward bytes."""
     rotary_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
-    """Rotation of queries and keys: input and output."""
+    """Rotation applied to queries and keys: input and output."""
     activation_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
-    """Gated activation forward: three tensors of the FFN's inner width."""
+    """Gated activation forward: three tensors with the FFN's inner width."""
     activation_backward_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
-    """Backward, as if it moved twice those."""
+    """Backward, counted as twice the forward bytes."""
     loss_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
-    """From logits to their gradient, as if logits were moved five times in float32."""
+    """From logits to their gradient, counted as five float32 passes over the logits."""
     routing_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
-    """Tokens to experts on the same device and back: four times their assignments, forward."""
+    """Dispatch to experts on the same device and combine: four times their assignments, forward."""
     routing_backward_bandwidth: Rate = field(metadata=_by("bytes", like="memory_bandwidth"))
-    """Backward, as if it moved twice those."""
+    """Backward, counted as twice the forward bytes."""
     host_bandwidth: Rate = field(metadata=_by())
-    """To the host's memory, and as much back at the same time."""
+    """To host memory, with as many bytes back at the same time."""
     node_bandwidth: Rate = field(metadata=_by("bytes"))
-    """To the other devices of a machine, in each direction."""
+    """To other devices in the machine, per direction."""
     exchange_bandwidth: Rate = field(metadata=_by("bytes", like="node_bandwidth"))
-    """The same of an all-to-all, which each device gives and gets so many bytes in."""
+    """All-to-all over the same links: bytes that each device sends and receives."""
     network_bandwidth: Rate = field(metadata=_by("bytes"))
-    """To other machines, in each direction; each device has as much."""
+    """To other machines, per direction and device."""
     host_memory_bytes: float
-    """A device's share of the host's memory."""
+    """Host memory per device."""
     host_memory_bandwidth: Rate = field(metadata=_by())
-    """Its share of what that memory moves."""
+    """Host memory bandwidth per device."""
     disk_bandwidth: Rate = field(metadata=_by())
-    """Its share of a disk of its machine, written or read."""
+    """Disk bandwidth per device, for writing or reading."""
     message_seconds: float
-    """Before a message's first byte."""
+    """Latency before a message's first byte."""
     hidden_share: float = 1.0
-    """How much of a message's time the device can compute besides: less than 1 where ranks share their cores."""
+    """Share of a message's time that can overlap with computation; below 1 if ranks share cores."""
     layer_seconds: Rate | None = field(default=None, metadata=_by("stage"))
-    """The host's, for one layer's operators forward and backward, where nothing hides them."""
+    """Host seconds for one layer's operators, forward and backward, if no device work hides them."""
     gradient_parameters: Rate | None = field(default=None, metadata=_by("stage"))
-    """Whose gradients a micro-batch before a step's last adds up; where a profile has none, arithmetic on bytes."""
+    """Parameters per second for accumulating gradients in a micro-batch before a step's last one. Without it, plan uses
+    arithmetic on bytes."""
     reduction_parameters: Rate | None = field(default=None, metadata=_by("stage"))
-    """Whose gradients its last micro-batch adds up and reduces over the ranks."""
+    """Parameters per second for accumulating and reducing gradients in a step's last micro-batch."""
     update_parameters: Rate | None = field(default=None, metadata=_by("stage"))
-    """Which a step's end updates: gradients clipped, AdamW, weights gathered."""
+    """Parameters per second at the end of a step: gradient clipping, AdamW, weight all-gather."""
     micro_batch_seconds: Rate | None = field(default=None, metadata=_by("stage"))
-    """What a micro-batch takes beside all that: DeepSpeed's and the loop's bookkeeping."""
+    """Remaining seconds per micro-batch: bookkeeping in DeepSpeed and the loop."""
     step_seconds: Rate | None = field(default=None, metadata=_by("stage"))
-    """What a step does."""
+    """Remaining seconds per step."""
     process_bytes: float = 0.0
-    """Of a CPU's memory, what a rank's program takes before it has a model."""
+    """Memory that a rank's program takes on a CPU before it has a model."""
     ranks: float = 0.0
-    """How many of these devices were measured at once, where the figures depend on it; 0 where they do not."""
+    """Devices measured concurrently, if the values depend on it; otherwise 0."""
     kernels: Mapping[str, Mapping[str, Rate]] = field(default_factory=dict)
-    """Attention's rates by kernel, where they are known apart. The fields above are of what ``auto`` takes on a machine
-    without flash-attn, or of the kernel that was measured."""
+    """Attention rates by kernel, if known separately. The fields above describe ``auto``'s choice on a machine without
+    flash-attn, or the measured kernel."""
     sources: dict[str, str]
-    """Where each figure comes from."""
+    """Source for each value."""
 
     def attention_rate(self, name: str, kernel: str) -> Rate:
-        """Return the rate of this name, specific to this kernel if the profile has it."""
+        """Return the rate with this name, specific to this kernel if the profile has it."""
         return self.kernels.get(kernel, {}).get(name) or getattr(self, name)
 
     def to_json(self) -> dict[str, Any]:
@@ -136,17 +137,17 @@ class Hardware:
 
 _FIELDS = [f.name for f in dataclasses.fields(Hardware) if f.name not in ("name", "device_type", "sources", "kernels")]
 KERNELS = ("cuda_flash", "flash2", "flash3", "flash4", "cudnn", "flex")
-"""Attention kernels that a profile may have sections of its own for, as ``[cudnn.attention_flops]``."""
+"""Attention kernels that may have their own sections in a profile, such as ``[cudnn.attention_flops]``."""
 SIZES = {f.name: f.metadata["sizes"] for f in dataclasses.fields(Hardware) if f.metadata}
-"""The figures that may be tables, and by which sizes."""
+"""Fields that may be tables, with their axes."""
 _LIKE = {f.name: f.metadata["like"] for f in dataclasses.fields(Hardware) if f.metadata.get("like")}
-"""What a profile may leave out, and the figure before it that it is then like."""
+"""Fields that a profile may leave out, with the earlier field that replaces them."""
 _OPTIONAL = {f.name for f in dataclasses.fields(Hardware) if f.default is not dataclasses.MISSING} | set(_LIKE)
 _REQUIRED = ["name", *(name for name in _FIELDS if name not in _OPTIONAL)]
 
 
 def load_hardware(given: str) -> Hardware:
-    """Load the profile that ``--device`` names: an included one, ``measured``, or a file.
+    """Load the profile named by ``--device``: an included one, ``measured``, or a file.
 
     Raise ConfigError if it does not exist or is malformed.
     """
@@ -171,7 +172,7 @@ def load_hardware(given: str) -> Hardware:
 
 
 def from_values(values: dict[str, Any], given: str) -> Hardware:
-    """Build the profile from a file's values; raise ConfigError, naming it ``given``, if they are not valid."""
+    """Build the profile from a file's values; raise ConfigError, naming it ``given``, if they are invalid."""
     unknown = sorted(set(values) - {"name", "device_type", *KERNELS} - set(_FIELDS))
     missing = [name for name in _REQUIRED if name not in values]
     if unknown or missing:
@@ -180,21 +181,21 @@ def from_values(values: dict[str, Any], given: str) -> Hardware:
     device_type = values.get("device_type", "cuda")
     if device_type not in ("cpu", "cuda"):
         raise ConfigError(f'--device {given}: device_type = {device_type!r} is neither "cpu" nor "cuda".')
-    # Profiles without a device type are of GPUs: those were written first.
+    # Profiles without a device type are for GPUs: those were written first.
     found: dict[str, Any] = {"device_type": device_type}
     sources: dict[str, str] = {}
     for name in _FIELDS:
         if name in values:
             found[name], sources[name] = _figure(name, values[name], given)
     for name, like in _LIKE.items():
-        # In the order of the fields: the figure to copy is already set.
+        # In field order: the value to copy is already set.
         found.setdefault(name, found[like])
     kernels = {kernel: _of_kernel(kernel, values[kernel], given, sources) for kernel in KERNELS if kernel in values}
     return Hardware(name=str(values["name"]), kernels=kernels, sources=sources, **found)
 
 
 def _of_kernel(kernel: str, sections: Any, given: str, sources: dict[str, str]) -> dict[str, Rate]:
-    """Read a kernel's rates, and add their sources to ``sources``; missing rates are taken from related ones."""
+    """Read a kernel's rates, and add their sources to ``sources``; take missing rates from related ones."""
     names = [name for name in SIZES if "attention" in name]
     if not isinstance(sections, dict) or not set(sections) <= set(names):
         raise ConfigError(f"--device {given}: [{kernel}] may have {', '.join(names)}, and nothing else.")
@@ -231,5 +232,5 @@ def _figure(name: str, section: Any, given: str) -> tuple[Any, str]:
 def _is_figure(name: str, value: Any) -> bool:
     if name == "hidden_share":
         return is_amount(value + 1) and 0 <= value <= 1 if isinstance(value, (int, float)) else False
-    # Figures that may be unknown, or zero.
+    # Values that may be unknown, or zero.
     return is_amount(value) or (name in ("peak_flops", "process_bytes", "ranks") and value == 0)

@@ -1,4 +1,4 @@
-"""Memory that a run is sure to need, by arithmetic, compared with the machine's free memory."""
+"""Minimum memory for a run, by arithmetic, compared with the machine's free memory."""
 
 from __future__ import annotations
 
@@ -30,59 +30,59 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Least bytes of one rank. Buffers of kernels and collectives, and the program itself, come on top."""
+    """Minimum bytes for one rank. Buffers for kernels and collectives, and the program itself, come on top."""
 
     weights: int
     gradients: int
-    """Float32, and what is collected before it is reduced."""
+    """Float32 gradients, and those collected before reduction."""
     masters: int
-    """Float32 copies of weights; none where a weight is its own master."""
+    """Float32 weight copies; 0 if a weight is its own master."""
     moments: int
-    """The optimiser's, float32: AdamW's two, Muon's one."""
+    """Optimizer moments, float32: two for AdamW, one for Muon."""
     updated: int
-    """Values whose masters this rank updates."""
+    """Values that this rank updates."""
     activations: int
-    """What one micro-batch's forward pass saves for its backward pass."""
+    """Activations that one micro-batch's forward pass saves for backward."""
     disk: int
-    """Those of all these bytes that are swapped to zero.nvme_path."""
+    """Part of all these bytes that is swapped to zero.nvme_path."""
     kept_on_disk: int
-    """Those that lie in train.store_path."""
+    """Part that is stored in train.store_path."""
     buffers: int
-    """Of the machine's memory, which they are brought into and updated in."""
+    """Host buffers into which swapped state is read and updated."""
     host: int
-    """Of the machine's memory, also beside a GPU: what is offloaded or kept there (train.store), and the buffers."""
+    """Host memory, also with a GPU: offloaded or stored data (train.store), and the buffers."""
     weights_elsewhere: int
-    """Of the weights, what is in the machine's memory or on a disk."""
+    """Weight bytes in host memory or on disk."""
     gradients_elsewhere: int
-    """Of the gradients."""
+    """Gradient bytes there."""
     optimizer_elsewhere: int
-    """Of masters and moments."""
+    """Master and moment bytes there."""
     building: int
-    """Of the machine's memory while it starts, also beside a GPU: stage 3 lays a rank's weights end to end there."""
+    """Host memory during startup, also with a GPU: stage 3 flattens a rank's weights there."""
 
     @property
     def optimizer(self) -> int:
-        """Bytes of masters and moments."""
+        """Master and moment bytes."""
         return self.masters + self.moments
 
     @property
     def state(self) -> int:
-        """Bytes of all but activations, in any place: the part that ``zero.stage`` affects."""
+        """All bytes except activations, in any place: the part that ``zero.stage`` affects."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def training(self) -> int:
-        """Bytes of memory that are held at once within a step."""
+        """Bytes held in memory at once within a step."""
         return self.state - self.disk + self.buffers + self.activations - self.kept_on_disk
 
     @property
     def on_device(self) -> int:
-        """Bytes of ``training`` on the rank's device."""
+        """Part of ``training`` on the rank's device."""
         return self.training - self.host
 
 
 def memory_by_stage(config: ResolvedConfig, model: ModelConfig, world_size: int) -> dict[int, Memory]:
-    """Return the memory of each rank for every ZeRO stage that can train in the run's dtype."""
+    """Return each rank's memory for every ZeRO stage that can train in the run's dtype."""
     stages = [1, 2, 3]
     # Stage 0 has no float32 accumulation for bfloat16.
     if config.dtype == torch.float32:
@@ -97,10 +97,10 @@ def memory_by_stage(config: ResolvedConfig, model: ModelConfig, world_size: int)
 
 
 def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) -> Memory:
-    """Return the memory of each of ``world_size`` ranks; ``config`` has its dtype and stage settled."""
+    """Return the memory for each of ``world_size`` ranks; ``config`` has its dtype and stage resolved."""
     counts = count_parameters(model)
     whole = sum(counts.values())
-    # Before ZeRO a rank holds its own experts and all other weights.
+    # Before ZeRO, a rank holds its own experts and all other weights.
     held = whole - counts["routed_experts"] + counts["routed_experts"] // config.parallel.expert
     part = -(-whole // world_size)
     width, stage = config.dtype.itemsize, config.zero.stage
@@ -119,13 +119,13 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
     in_memory, on_disk, buffers = 0, 0, 0
     weights_elsewhere = gradients_elsewhere = optimizer_elsewhere = 0
     if config.zero.offload != "none":
-        # AdamW reads a copy of the gradients there; stage 3 also collects them in the machine's memory.
+        # AdamW reads a gradient copy there; stage 3 also collects gradients in host memory.
         copied = part * FLOAT32
         optimizer_elsewhere, gradients_elsewhere = masters + moments, copied
         in_memory = masters + moments + copied
         if config.zero.offload == "nvme":
             in_memory, on_disk = 0, in_memory
-            # DeepSpeed's four buffers: master, both moments and gradient of a sub-group.
+            # DeepSpeed's four buffers for a sub-group: master, both moments and gradient.
             buffers = 4 * min(part, update_size("nvme", zero_options(config.zero).sub_group_size)) * FLOAT32
         if stage == 3:
             in_memory += gradients
@@ -164,7 +164,7 @@ def memory_of_rank(config: ResolvedConfig, model: ModelConfig, world_size: int) 
 
 
 def _activation_bytes(config: ResolvedConfig, model: ModelConfig) -> int:
-    """Return bytes saved by all blocks, of encoder and decoder, for this rank's tokens of a micro-batch."""
+    """Return bytes saved by all encoder and decoder blocks, for this rank's tokens in a micro-batch."""
     total, encoder = _saved_by_blocks(config, model), encoder_run(config)
     if encoder is not None:
         total += _saved_by_blocks(encoder, encoder.model.config())
@@ -177,20 +177,20 @@ def _saved_by_blocks(config: ResolvedConfig, model: ModelConfig) -> int:
     if config.train.keep == "inputs":
         return tokens * model.depth * model.hidden_size * config.dtype.itemsize
     if config.train.keep == "attention":
-        # Each block's input, and attention's result; all others are recomputed.
+        # Each block's input, and attention's output; all others are recomputed.
         return tokens * model.depth * (model.hidden_size + heads) * config.dtype.itemsize
     projected = model.head_dim * (model.num_heads + model.num_kv_heads) + model.num_kv_heads * model.value_dim
     if config.train.chunk_tokens:
         # Tensors between a block's parts; all others are recomputed.
         return tokens * model.depth * (model.hidden_size + projected + heads) * config.dtype.itemsize
-    # Inputs of both norms and of both parts; queries, keys, values and attention's result.
+    # Inputs to both norms and to both parts; queries, keys, values and attention's output.
     values = 4 * model.hidden_size + projected + heads
     ffn = sum(_ffn_values(config, model, layer) for layer in range(model.depth))
     return tokens * (model.depth * values + ffn) * config.dtype.itemsize
 
 
 def _ffn_values(config: ResolvedConfig, model: ModelConfig, layer: int) -> int:
-    """Return the number of values that a layer's FFN saves per token."""
+    """Return how many values a layer's FFN saves per token."""
     # The activation's input, and its gate.
     projections = 1
     if model.activation in GATED:
@@ -209,17 +209,17 @@ def _ffn_values(config: ResolvedConfig, model: ModelConfig, layer: int) -> int:
 def copies_checkpoints(config: ResolvedConfig, step: int) -> bool:
     """Return True if a run at ``step`` will copy a checkpoint, so that it trains while the copy is written."""
     every = config.checkpoint.every_steps
-    # State is on a disk because memory has no room for it.
+    # With NVMe offload, state is on a disk because memory has no room for it.
     if config.checkpoint.wait or not every or config.zero.offload == "nvme":
         return False
-    # Training always waits for the checkpoint of the last step.
+    # Training always waits for the last step's checkpoint.
     return (step // every + 1) * every < config.last_step
 
 
 def copy_bytes(config: ResolvedConfig, world: World) -> int:
-    """Return bytes of the rank that copies most; 0 if none does. ``config`` has its stage settled.
+    """Return bytes on the rank that copies most; 0 if no rank copies. ``config`` has its stage resolved.
 
-    A thread writes a checkpoint from this copy, a master and two moments of each value, while training goes on. It does
+    A thread writes a checkpoint from this copy, one master and two moments per value, while training continues. It does
     not decide whether the run fits: a run without this memory waits for its saves.
     """
     if not copies_checkpoints(config, 0):
@@ -242,9 +242,9 @@ def copy_bytes(config: ResolvedConfig, world: World) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return free memory of the device that trains: of the GPU, or of this machine for all its ranks together.
+    """Return free memory on the training device: the GPU's, or this machine's for all local ranks together.
 
-    Memory that the machine may still grow by counts as free: ``check_memory`` has warned about it by then.
+    Memory that the machine may still gain counts as free: ``check_memory`` has warned about it by then.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -254,7 +254,7 @@ def free_bytes(device: torch.device) -> int:
 def check_memory(
     config: ResolvedConfig, model: ModelConfig, world_size: int, ranks_here: int, device: torch.device
 ) -> None:
-    """Raise ConfigError, with the arithmetic, if this machine has less memory free than the run is sure to need.
+    """Raise ConfigError, with the arithmetic, if this machine has less free memory than the run's minimum.
 
     Only warn if the machine reports that its memory may grow by the missing amount.
     """
@@ -283,8 +283,8 @@ def why_too_large(
 ) -> str | None:
     """Explain line by line why the run does not fit into free memory; return None if it fits.
 
-    ``gpu_bytes`` are free on each rank's GPU; None if ranks compute on the CPU. ``host_bytes`` are free on the
-    machine.
+    ``gpu_bytes`` is free memory on each rank's GPU, None if ranks compute on the CPU. ``host_bytes`` is free memory on
+    the machine.
     """
     ranks, parameters = plural(ranks_here, "rank"), sum(count_parameters(model).values())
     if gpu_bytes is not None and need.on_device > gpu_bytes:
@@ -328,7 +328,7 @@ def _parts(config: ResolvedConfig, need: Memory) -> list[str]:
 
 def _advice(config: ResolvedConfig, model: ModelConfig, need: Memory, world_size: int, *, on_gpu: bool) -> str:
     """Suggest settings that need less memory, with their bytes."""
-    # The cheapest way to keep less.
+    # The cheapest setting that saves fewer activations.
     keep = "attention" if config.train.keep == "all" else "inputs"
     changed = config.changed({"zero.stage": 3, "train.keep": keep, "train.recompute_experts": "all"})
     smaller = memory_of_rank(changed, model, world_size)

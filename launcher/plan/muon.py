@@ -1,6 +1,7 @@
-"""What Muon takes beyond AdamW's update: the products that make matrices orthogonal, and the way to one rank and back.
+"""Muon's cost beyond AdamW's update: orthogonalization matmuls, and the transfer to one rank and back.
 
-Matrices are those of the code (``parallel/zero/muon.py``), on the meta device. Ranks of a ZeRO group have equal work.
+The matrices come from the optimizer's own code (``parallel/zero/muon.py``), on the meta device. Ranks in a ZeRO group
+do equal work.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _FLOAT32 = 4
 
 
 def num_orthogonal(config: ResolvedConfig) -> int:
-    """Return the number of values in a rank's matrices that Muon updates, before ZeRO."""
+    """Return how many values Muon updates in a rank's matrices, before ZeRO."""
     return sum(matrices.number * matrices.size for matrices in matrices_of(build_shapes(config)).values())
 
 
 def muon_seconds(config: ResolvedConfig, world: World, hardware: Hardware) -> float:
-    """Return seconds of a rank's products and messages in one update."""
+    """Return a rank's matmul and message seconds per update."""
     seconds = 0.0
     for matrices, ranks in _matrices(config, world):
         rows, columns = sorted((matrices.rows, matrices.columns))
@@ -32,7 +33,7 @@ def muon_seconds(config: ResolvedConfig, world: World, hardware: Hardware) -> fl
         flops = STEPS * (4.0 * rows * rows * columns + 2.0 * rows**3)
         rate = hardware.product_flops.at(config.train.dtype, tokens=rows, width=sqrt(rows * columns))
         seconds += matrices.number * flops / rate / ranks
-        # Fewer matrices than ranks: none is whole on a rank.
+        # With fewer matrices than ranks, each matrix is split over several ranks and must be transferred.
         if matrices.number < ranks:
             sent = 2.0 * _FLOAT32 * matrices.number * matrices.size / ranks
             bandwidth = hardware.node_bandwidth if ranks <= world.ranks_per_node else hardware.network_bandwidth
@@ -46,5 +47,5 @@ def _matrices(config: ResolvedConfig, world: World) -> Iterator[tuple[Matrices, 
         ranks = world.ranks
         if is_expert_weight(name):
             ranks //= config.parallel.expert
-        # Without ZeRO every rank updates all that it has.
+        # Without ZeRO every rank updates all its matrices.
         yield matrices, ranks if config.zero.stage else 1

@@ -1,4 +1,4 @@
-"""Names and shapes of a rank's weights before ZeRO, of a model that is never allocated."""
+"""Names and shapes for a rank's weights before ZeRO, from a model that is never allocated."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def planned_mesh(config: ResolvedConfig, world: World) -> Mesh:
 
 
 def build_shapes(config: ResolvedConfig) -> Decoder:
-    """Build a run's decoder on the meta device, with one rank's experts; the same object for the same model."""
+    """Build a run's decoder on the meta device, with one rank's experts; cached per model."""
     return _decoder(config.model.config(), config.parallel.expert)
 
 
 def num_parameters(config: ResolvedConfig) -> int:
-    """Return the number of values in a rank's weights before ZeRO, which is that of the gradients it sends."""
+    """Count a rank's parameters before ZeRO, which equal the gradient values it sends."""
     return _count(build_shapes(config))
 
 
 def num_layer_parameters(config: ResolvedConfig, layer: int | None = None) -> int:
-    """Return the number of parameters of one layer, or of all layers, without embedding, last norm and output head."""
+    """Count parameters in one layer, or in all layers, excluding embedding, last norm and output head."""
     layers = build_shapes(config).model.layers
     if layer is None:
         return _count(layers)
@@ -48,7 +48,7 @@ def num_layer_parameters(config: ResolvedConfig, layer: int | None = None) -> in
 
 
 def num_ffn_parameters(config: ResolvedConfig, layer: int) -> int:
-    """Return the number of those that are of its FFN or experts."""
+    """Count parameters in a layer's FFN or experts."""
     layers = build_shapes(config).model.layers
     return _count(layers[layer % len(layers)].mlp)
 

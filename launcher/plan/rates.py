@@ -1,4 +1,4 @@
-"""``Rate``: work per second of a device, which may depend on sizes and on the dtype.
+"""``Rate``: a device's work per second, which may depend on sizes and on the dtype.
 
 A small table by size, interpolated in the logarithms of sizes and rate, and constant beyond its borders.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16")
 ANY = "value"
-"""Stands for every dtype."""
+"""Key for all dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,9 @@ class Rate:
     """Work per second, constant or by dtype and sizes."""
 
     values: Mapping[str, tuple[float, ...]]
-    """By dtype, or ``ANY`` for all: a value for each point of the axes, the last axis running fastest."""
+    """By dtype, or ``ANY`` for all: a value for each grid point, the last axis varying fastest."""
     axes: Mapping[str, tuple[float, ...]]
-    """Names of sizes, and the sizes of the points, ascending; none where a rate is the same for all sizes."""
+    """Grid points by size name, ascending; empty if the rate is the same for all sizes."""
 
     @classmethod
     def plain(cls, value: float) -> Rate:
@@ -37,16 +37,16 @@ class Rate:
         return not self.axes and ANY in self.values
 
     def at(self, dtype: str = ANY, **sizes: float) -> float:
-        """Return the rate for these sizes; sizes that it does not depend on are ignored."""
+        """Return the rate for these sizes; ignore sizes that it does not depend on."""
         values = self.values.get(dtype)
         if values is None:
             values = self.values.get(ANY) or next(iter(self.values.values()))
         if not self.axes:
             # Fast path: a search calls this a million times.
             return values[0]
-        # Two points and their weights on each axis; each corner is weighted by their product.
+        # Multilinear interpolation: two points with weights per axis; a corner's weight is their product.
         places = [_place(points, sizes[name]) for name, points in self.axes.items()]
-        # Logarithms of rates are averaged: half way between 1 and 4 is 2.
+        # Average logarithms: half way between 1 and 4 is 2.
         total = 0.0
         for corner in product((0, 1), repeat=len(places)):
             weight, index = 1.0, 0
@@ -58,7 +58,7 @@ class Rate:
         return math.exp(total)
 
     def to_json(self) -> Any:
-        """Return a number, or tables."""
+        """Return a number, or tables as plain values."""
         if self.is_plain:
             return self.values[ANY][0]
         return {name: list(points) for name, points in self.axes.items()} | {
@@ -68,7 +68,7 @@ class Rate:
 
 
 def _place(points: Sequence[float], size: float) -> tuple[int, float]:
-    """Return the index of the point below a size, and the way to the next point, 0 to 1, in logarithms."""
+    """Return the index of the point below a size, and the fraction to the next point, 0 to 1, in logarithms."""
     if size <= points[0]:
         return 0, 0.0
     if size >= points[-1]:
@@ -88,7 +88,7 @@ def nested(values: Sequence[float], shape: Sequence[int]) -> Any:
 
 
 def read_rate(given: Mapping[str, Any], axes: Sequence[str]) -> Rate | str:
-    """Parse the rate of a profile's section, or return an error message. ``axes`` are the sizes that it may name."""
+    """Parse a rate from a profile's section, or return an error message. ``axes`` are the sizes it may contain."""
     points: dict[str, tuple[float, ...]] = {}
     for name in axes:
         if name in given:
@@ -96,7 +96,7 @@ def read_rate(given: Mapping[str, Any], axes: Sequence[str]) -> Rate | str:
             if found is None:
                 return f"{name} = {given[name]!r} is no ascending list of sizes above 0"
             points[name] = found
-    # A run in the other dtype must not use this one's rate by accident: require both, or one for all.
+    # Require both dtypes, or one value for all: a run in the other dtype must not use this one's rate by accident.
     tables = {name: given[name] for name in (ANY, *DTYPES) if name in given}
     if set(tables) not in ({ANY}, set(DTYPES)):
         return "it must have either a value, or one for float32 and one for bfloat16"
@@ -129,7 +129,7 @@ def _ascending(values: Any) -> tuple[float, ...] | None:
 
 
 def _flat(table: Any, shape: Sequence[int]) -> tuple[float, ...] | None:
-    """Flatten nested lists of this shape; return None if the shape differs."""
+    """Flatten nested lists with this shape; return None if the shape does not match."""
     if not shape:
         if not is_amount(table):
             return None

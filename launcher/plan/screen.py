@@ -1,4 +1,4 @@
-"""Text of planned runs and searches, one screen each."""
+"""Text for planned runs and searches, one screen each."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _PARTS = {
     "host": "calling operators, bookkeeping",
 }
 _MOST_ROWS = 10
-"""Of a search, at most."""
+"""Limit on search rows shown."""
 Rows = tuple[list[str], list[list[str]]]
-"""Headings and rows of a table."""
+"""Headings and rows in a table."""
 
 
 def describe_run(config: ResolvedConfig, world: World, document_tokens: int) -> str:
-    """Describe ranks and settings, and a micro-batch, on one line each."""
+    """Describe ranks and settings on one line, and a micro-batch on the next."""
     parallel, tokens = config.parallel, padded_tokens(config, config.data.seq_len * config.train.micro_batch_rows)
     documents = "one document a row"
     if document_tokens:
@@ -68,7 +68,7 @@ def words(config: RunConfig) -> str:
 
 
 def flags(settings: dict[str, Any]) -> str:
-    """Format the same settings as flags of pretrain."""
+    """Format settings as flags for pretrain."""
     return " ".join(f"--{key} {value}" for key, value in settings.items())
 
 
@@ -76,7 +76,7 @@ def flags(settings: dict[str, Any]) -> str:
 
 
 def headline(run: RunEstimate) -> str:
-    """Describe the run and the hardware, and say if the run fits."""
+    """Describe the run and the hardware, and whether the run fits."""
     has, needs = gib(run.hardware.memory_bytes), gib(run.peak_bytes)
     verdict = f"It fits: {needs} of {has} at the peak."
     if run.peak_bytes > run.hardware.memory_bytes:
@@ -91,7 +91,8 @@ def headline(run: RunEstimate) -> str:
 
 
 def memory_rows(run: RunEstimate) -> Rows:
-    """Return table rows of device bytes by kind."""
+    """Return table rows with device bytes by kind."""
+    # All ranks must fit, so show the one with the highest peak.
     b = max((rank.bytes for rank in run.ranks), key=lambda of_rank: of_rank.peak)
     rows = []
     if b.process:
@@ -115,7 +116,7 @@ def memory_rows(run: RunEstimate) -> Rows:
 
 
 def seconds_rows(run: RunEstimate) -> Rows:
-    """Return table rows of a step's seconds by part, for the slowest rank."""
+    """Return table rows with a step's seconds by part, for the slowest rank."""
     of_parts = dataclasses.asdict(run.seconds)
     total = run.seconds.total
     rows = [
@@ -127,8 +128,8 @@ def seconds_rows(run: RunEstimate) -> Rows:
 def summary(run: RunEstimate, longest: int, longer: Candidate | None) -> list[str]:
     """Summarize the full run, and settings for longer rows.
 
-    ``longest`` is the number of tokens in the longest row that fits with these settings; ``longer`` are settings for
-    longer rows, or for the run's own rows if they do not fit.
+    ``longest`` is the longest row, in tokens, that fits with these settings; ``longer`` holds settings for longer rows,
+    or for the run's own rows if they do not fit.
     """
     config, world = run.config, run.world
     hours = run.run_hours
@@ -155,7 +156,7 @@ def summary(run: RunEstimate, longest: int, longer: Candidate | None) -> list[st
 
 
 def _of_seconds(run: RunEstimate) -> list[str]:
-    """Explain the source of the seconds, and their reliability."""
+    """Explain the seconds' source and reliability."""
     hardware, ranks = run.hardware, run.world.ranks_per_node
     if not hardware.ranks and hardware.device_type == "cpu":
         return ["Seconds are those of an assumed core. `longctx measure` measures yours, for --device measured."]
@@ -191,7 +192,7 @@ _OF_SECONDS = (
 
 
 def count_line(found: Found, hardware: Hardware) -> str:
-    """Report the number of settings tried."""
+    """Report how many settings were tried."""
     return (
         f"{found.tried:,} settings tried, {found.num_fitting:,} fit {hardware.name} with {HEADROOM:.0%} of its memory "
         f"left, and {gib(hardware.host_memory_bytes)} of the host's for each rank."
@@ -199,7 +200,8 @@ def count_line(found: Found, hardware: Hardware) -> str:
 
 
 def front_rows(found: Found) -> Rows:
-    """Return table rows of time against memory, with the gain of each further GiB; the choice is marked."""
+    """Return table rows with time against memory; an arrow marks the selected candidate."""
+    # Thin out the front evenly, but always show the fastest candidate.
     step = max(1, -(-len(found.front) // _MOST_ROWS))
     candidates = found.front[::step]
     if found.fastest is not None and found.fastest not in candidates:

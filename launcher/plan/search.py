@@ -1,6 +1,6 @@
-"""``search``: among the possible settings of a run, find those that fit its hardware, and the fastest of these.
+"""``search``: among a run's possible settings, find those that fit its hardware, and the fastest among them.
 
-Every combination of the settings below is estimated, without shortcuts by rules of thumb: arithmetic is cheap.
+Every combination below is estimated, without shortcuts by rules of thumb: arithmetic is cheap.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from launcher.plan.world import RANKS_IN_A_NODE, World
 from longctx.errors import ConfigError
 
 _ALIKE = 1.005
-"""Seconds that differ by less are the same: the simpler settings win."""
+"""Ratio below which seconds count as equal: the simpler settings win."""
 
 PLACES = ("parallel.context", "parallel.ulysses", "parallel.expert", "train.micro_batch_rows")
 STATES = ("zero.stage", "zero.offload", "zero.offload_parameters")
 WAYS = ("train.keep", "train.store", "train.chunk_tokens", "train.head_groups")
 SEARCHED = PLACES + STATES + WAYS
-"""The keys that are varied."""
+"""Keys that the search varies."""
 FIXED_DEGREE = ("parallel.context", "train.micro_batch_rows")
-"""Those of them that ``parallel.tokens_per_rank`` stands in place of."""
+"""Keys that ``parallel.tokens_per_rank`` replaces."""
 
 _SHORT_MICRO_BATCH = 32768
-"""Tokens of a rank up to which several rows at once are worth trying."""
+"""Tokens per rank up to which several rows at once are worth trying."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One combination of settings, and its cost."""
+    """One combination of settings, with its cost."""
 
     config: RunConfig
     peak_bytes: int
     host_bytes: int
     seconds: float
-    """Of a step."""
+    """Seconds per step."""
     hardware: Hardware
 
     @cached_property
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def fullness(self) -> float:
-        """Used share of the memory it may fill, the larger of device and host; above 1 it does not fit."""
+        """Used share of usable memory, the larger value for device and host; above 1 it does not fit."""
         hardware = self.hardware
         of_device = self.peak_bytes / (hardware.memory_bytes * (1 - HEADROOM))
         return max(of_device, self.host_bytes / hardware.host_memory_bytes)
@@ -70,16 +70,16 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Result of a search."""
+    """Search result."""
 
     tried: int
     num_fitting: int
     fastest: Candidate | None
-    """None where nothing fits."""
+    """Unset if no settings fit."""
     leanest: Candidate
-    """The one that is nearest to fitting, or leaves most."""
+    """Candidate nearest to fitting, or with the most memory left."""
     front: list[Candidate]
-    """Those that fit and that no other one beats in both memory and time, leanest first."""
+    """Pareto front: fitting candidates that no other beats in both memory and time, leanest first."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values."""
@@ -99,9 +99,9 @@ def search(
     held: Collection[str] = (),
     progress: Callable[[int], None] = lambda _: None,
 ) -> Found:
-    """Try all settings of ``config`` but the keys in ``held``; raise ConfigError if all of them would be refused."""
+    """Try all settings for ``config`` except keys in ``held``; raise ConfigError if all of them would be rejected."""
     if config.parallel.tokens_per_rank:
-        # tokens_per_rank replaces these keys.
+        # tokens_per_rank determines these keys.
         held = set(held).union(FIXED_DEGREE)
     if config.train.chunk_tokens == "auto":
         # Even if the key was given, "auto" leaves the choice to the search.
@@ -130,9 +130,9 @@ def search(
 def fit_rows(
     config: RunConfig, world: World, hardware: Hardware, seq_len: int, *, document_tokens: int = 0
 ) -> Candidate | None:
-    """Find the fastest settings, with the config's own degrees, that fit rows of this length; None if none do.
+    """Find the fastest settings, with the config's own degrees, that fit rows of this length; return None if none do.
 
-    A step keeps its tokens, as far as they are whole rows of every data rank.
+    A step keeps its tokens, as far as they form full rows on every data rank.
     """
     parallel = config.parallel
     groups = max(1, world.ranks // parallel.context)
@@ -154,17 +154,17 @@ class Nearest:
     """Nearest alternatives that fit, if no settings do."""
 
     seq_len: int
-    """The longest row on these ranks, with the leanest settings; 0 where none fits."""
+    """Longest row on these ranks, with the leanest settings; 0 if no row fits."""
     world: World | None
-    """The fewest ranks, a power of two times those that there are, on which rows of this length fit."""
+    """Smallest world, a power of two times the current one, that fits rows of this length."""
     candidate: Candidate | None
-    """The fastest settings there."""
+    """Fastest settings in that world."""
 
 
 def nearest(
     leanest: Candidate, world: World, *, document_tokens: int = 0, held: Collection[str] = (), most_ranks: int = 1 << 14
 ) -> Nearest:
-    """Find alternatives that would fit, starting from the leanest settings that do not."""
+    """Find alternatives that would fit, starting from the leanest settings, which do not."""
     hardware = leanest.hardware
     config = planned(leanest.config, world, hardware, document_tokens=document_tokens)
     longest = longest_row(config, world, hardware, share=1 - HEADROOM)
@@ -184,7 +184,7 @@ def _search_or_none(
     try:
         return search(config, world, hardware, document_tokens=document_tokens, held=held)
     except ConfigError:
-        # For example, a step has too few rows for so many ranks.
+        # For example, a step may have too few rows for so many ranks.
         return None
 
 
@@ -192,7 +192,7 @@ def _search_or_none(
 
 
 def variants(config: RunConfig, world: World, held: Collection[str], device_type: str = "cuda") -> Iterator[RunConfig]:
-    """Yield the combinations, simplest first; a run would refuse some of them."""
+    """Yield the combinations, simplest first; a run would reject some of them."""
     groups = (
         _free(PLACES, _places(config, world), held),
         _free(STATES, _states(config, world, device_type), held),
@@ -205,8 +205,8 @@ def variants(config: RunConfig, world: World, held: Collection[str], device_type
 def _free(
     names: Sequence[str], options: Iterable[tuple[Any, ...]], held: Collection[str]
 ) -> list[tuple[tuple[str, Any], ...]]:
-    """Return the distinct options of the keys that are not held, as pairs of key and value, in order."""
-    # Held keys are removed before options are combined: a search that holds most keys has few combinations.
+    """Return distinct options for keys that are not held, as (key, value) pairs, in order."""
+    # Remove held keys before combining options: a search that holds most keys has few combinations.
     return list(
         dict.fromkeys(
             tuple((key, value) for key, value in zip(names, values, strict=True) if key not in held)
@@ -220,7 +220,7 @@ def _places(config: RunConfig, world: World) -> Iterator[tuple[int, int, int, in
     if config.model.num_experts:
         experts = [n for n in _divisors(world.ranks) if config.model.num_experts % n == 0]
     for context in _divisors(world.ranks):
-        # Rows per step for each set of ranks that shares a row.
+        # Rows per step for each group of ranks that shares a row.
         rows, rest = divmod(config.rows_per_step * context, world.ranks)
         if rest or not rows:
             continue
@@ -228,7 +228,7 @@ def _places(config: RunConfig, world: World) -> Iterator[tuple[int, int, int, in
             n for n in _divisors(rows) if n == 1 or n * config.data.seq_len <= _SHORT_MICRO_BATCH * context
         ]
         for ulysses, expert, micro_batch in product(_divisors(context), experts, micro_batches):
-            # All-to-all of heads between machines is not considered.
+            # All-to-alls that exchange heads between machines are not considered.
             if ulysses <= world.ranks_per_node:
                 yield context, ulysses, expert, micro_batch
 
@@ -237,7 +237,7 @@ def _states(config: RunConfig, world: World, device_type: str) -> list[tuple[int
     """Return ZeRO stages with their offloading; to a disk only if the config names a folder."""
     found = [(stage, "none", "none") for stage in (1, 2, 3)]
     if world.ranks == 1:
-        # A single rank cannot partition anything.
+        # A single rank has no partitions.
         found = [(1, "none", "none")]
     if device_type != "cpu":
         found += [(1, "cpu", "none"), (2, "cpu", "none"), (3, "cpu", "none"), (3, "cpu", "cpu")]
@@ -247,10 +247,10 @@ def _states(config: RunConfig, world: World, device_type: str) -> list[tuple[int
 
 
 def _ways(config: RunConfig, device_type: str) -> Iterator[tuple[str, str, int, int]]:
-    """Yield the kept activations, their store, chunk sizes, and groups of heads."""
+    """Yield saved activations, their store, chunk size, and number of head groups."""
     stores = ["device", "host"]
     if device_type == "cpu":
-        # On a CPU the device's memory is the host's.
+        # On a CPU, device memory is host memory.
         stores = ["device"]
     for keep, store in product(("all", "attention", "inputs"), stores):
         yield keep, store, 0, 1
@@ -281,7 +281,7 @@ def _candidate(config: RunConfig, world: World, hardware: Hardware, document_tok
 
 
 def _without_unused(config: RunConfig) -> RunConfig:
-    """Return the config without folders that its settings do not write to."""
+    """Clear folders that the settings do not write to."""
     unused = {}
     if config.train.store != "disk":
         unused["train.store_path"] = ""
@@ -294,7 +294,7 @@ def _without_unused(config: RunConfig) -> RunConfig:
 
 
 def _fastest(fitting: Sequence[Candidate]) -> Candidate | None:
-    """Return the first candidate that is as fast as the best: they come simplest first."""
+    """Return the first candidate that is as fast as the best; candidates come simplest first."""
     if not fitting:
         return None
     best = min(candidate.seconds for candidate in fitting)

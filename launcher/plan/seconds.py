@@ -1,4 +1,4 @@
-"""Seconds of one step of one rank, part by part, from its computation, its communication, and its hardware's rates.
+"""Seconds per step on one rank, part by part, from its computation, its communication, and its hardware's rates.
 
 Work that overlaps computation counts only for the time by which it is longer: a hop during attention, a copy during its
 layer, a reduction during backward. Ranks that share their cores hide less, by the hardware's ``hidden_share``.
@@ -31,28 +31,28 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """Seconds of one step of one rank, by part."""
+    """Seconds per step on one rank, by part."""
 
     products: float
-    """Of weights: forward, backward, and what is computed again."""
+    """Weight matmuls: forward, backward, and recomputation."""
     attention: float
     elementwise: float
-    """Norms, activations, sums, the loss between its products."""
+    """Norms, activations, sums, the loss between its matmuls."""
     hops: float
     """Waiting for keys and values, or their gradients."""
     all_to_alls: float
-    """Heads of Ulysses, tokens of experts."""
+    """Ulysses head exchanges, and expert dispatch and combine."""
     moves: float
-    """Waiting for what train.store keeps elsewhere."""
+    """Waiting for activations that train.store offloads."""
     zero: float
-    """Waiting for gradients to be reduced and weights to be gathered."""
+    """Waiting for gradient reduction and weight gathering."""
     optimizer: float
     host: float
-    """Calling operators and bookkeeping, where no device hides them."""
+    """Launching operators and bookkeeping, if no device work hides them."""
 
     @property
     def total(self) -> float:
-        """Seconds of the full step."""
+        """Seconds for the full step."""
         return sum(dataclasses.asdict(self).values())
 
 
@@ -65,9 +65,9 @@ def step_seconds(
     activations: Activations,
     hardware: Hardware,
 ) -> StepSeconds:
-    """Estimate the seconds of a step on a rank; ``config`` is fully resolved."""
+    """Estimate a rank's seconds per step; ``config`` is fully resolved."""
     model, accumulation = config.model.config(), config.accumulation(world.ranks)
-    # Counted in micro-batches like this one, the largest: with tokens_per_rank others may have a row less.
+    # Count in micro-batches like this one, the largest: with tokens_per_rank others may have one row less.
     of_rank = config.rows_per_step * config.parallel.context / world.ranks
     micro_batches = of_rank / config.train.micro_batch_rows
     tokens = documents.num_tokens // config.parallel.context
@@ -78,7 +78,7 @@ def step_seconds(
     forward, backward = attention.seconds(model, config.train.dtype, hardware, kernel)
     elementwise = elementwise_seconds(config, tokens, hardware)
     hops = _waits(attention, forward, hardware, width=1) * forwards
-    # Keys and values once more, and their gradients in float32 on the way back.
+    # Backward transfers keys and values once more, and returns their gradients in float32.
     hops += _waits(attention, backward, hardware, width=1 + _FLOAT32 / config.dtype.itemsize)
     attending = forwards * forward + backward
     encoder = encoder_run(config)
@@ -118,7 +118,7 @@ def _encoder_seconds(
     documents: PackedDocuments,
     hardware: Hardware,
 ) -> tuple[float, float, float, float]:
-    """Return (products, elementwise, attention, hops) seconds of encoder and cross attention in a micro-batch."""
+    """Return (matmul, elementwise, attention, hop) seconds for encoder and cross attention in a micro-batch."""
     sources = source_documents(config, documents.num_documents)
     tokens, forwards = sources.num_tokens // config.parallel.context, _forwards(config)
     model, kernel = encoder.model.config(), expected_kernel(encoder, hardware.device_type)
@@ -126,7 +126,7 @@ def _encoder_seconds(
     forward, backward = attention.seconds(model, encoder.train.dtype, hardware, kernel)
     hops = _waits(attention, forward, hardware, width=1) * forwards
     hops += _waits(attention, backward, hardware, width=1 + _FLOAT32 / encoder.dtype.itemsize)
-    # Every pair of a document's token and a source token, shared evenly among ranks.
+    # All pairs between a document's tokens and its source's, shared evenly among ranks.
     pairs = sum(n * s for n, s in zip(documents.lengths, sources.lengths, strict=True)) / config.parallel.context
     each = sqrt(pairs / max(1, documents.num_documents))
     flops = 4.0 * config.model.num_layers * model.num_heads * model.head_dim * pairs
@@ -140,7 +140,6 @@ def _encoder_seconds(
 
 
 def _forwards(config: ResolvedConfig) -> int:
-    """Return the number of attention's forward passes."""
     if config.train.keep == "inputs":
         return 2
     return 1
@@ -153,7 +152,7 @@ def _waited(moving: float, computing: float, hardware: Hardware) -> float:
 
 
 def _waits(attention: Attention, computing: float, hardware: Hardware, *, width: float) -> float:
-    """Return the seconds by which hops of a pass are longer than the computation that they overlap."""
+    """Return a pass's hop seconds beyond the computation that they overlap."""
     if not attention.messages:
         return 0.0
     a_message = width * (attention.received_in_node + attention.received_from_afar) / attention.messages
@@ -167,7 +166,7 @@ def _host_seconds(config: ResolvedConfig, tokens: int, micro_batches: float, har
     if config.train.chunk_tokens:
         chunks = -(-tokens // config.train.chunk_tokens)
     if config.train.keep != "all" or config.train.chunk_tokens:
-        # A second forward pass: forward is one of three parts, backward two.
+        # Recomputation repeats forward, one of three parts; backward is the other two.
         again = 1 / 3
     of_layer, of_micro_batch, of_step = (
         _of_stage(rate, config)
@@ -178,7 +177,7 @@ def _host_seconds(config: ResolvedConfig, tokens: int, micro_batches: float, har
 
 
 def _of_stage(seconds: Rate | None, config: ResolvedConfig) -> float:
-    """Return measured seconds for the run's ZeRO stage; 0 if none were measured."""
+    """Return measured seconds for the run's ZeRO stage; 0 if it was not measured."""
     if seconds is None:
         return 0.0
     return seconds.at(config.train.dtype, stage=config.zero.stage + 1)
@@ -190,7 +189,7 @@ def _of_stage(seconds: Rate | None, config: ResolvedConfig) -> float:
 def _ulysses_seconds(
     config: ResolvedConfig, model: ModelConfig, world: World, documents: PackedDocuments, hardware: Hardware
 ) -> float:
-    """Return seconds of exchanging heads for rows and back: forward, backward, and again for recomputed projections."""
+    """Return seconds for exchanging heads for rows and back: forward, backward, and recomputed projections."""
     ulysses = config.parallel.ulysses
     if ulysses == 1:
         return 0.0
@@ -206,19 +205,19 @@ def _ulysses_seconds(
 
 
 def _exchange_rate(ranks: int, world: World, hardware: Hardware) -> Rate:
-    """Return the rate of an all-to-all among this many neighbouring ranks."""
+    """Return the all-to-all rate among this many neighbouring ranks."""
     if ranks > world.ranks_per_node:
         return hardware.network_bandwidth
     return hardware.exchange_bandwidth
 
 
 def _expert_seconds(config: ResolvedConfig, model: ModelConfig, world: World, tokens: int, hardware: Hardware) -> float:
-    """Return seconds of sending tokens to experts and back, in both passes, and of sending them again if not saved."""
+    """Return seconds for dispatch and combine in both passes, and for a repeated dispatch if its result is unsaved."""
     ranks = config.parallel.expert
     if ranks == 1:
         return 0.0
     here, chosen = model.num_experts // ranks, model.experts_per_token
-    # A token is sent once to each rank that has any of its experts.
+    # A token is sent once to each rank that has any of its experts: one minus the probability that a rank has none.
     reached = ranks * (1 - comb(model.num_experts - here, chosen) / comb(model.num_experts, chosen))
     sent = tokens * reached * (ranks - 1) / ranks * model.hidden_size * config.dtype.itemsize
     passes = 4
@@ -232,9 +231,9 @@ def _expert_seconds(config: ResolvedConfig, model: ModelConfig, world: World, to
 def _state_seconds(
     config: ResolvedConfig, world: World, micro_batches: int, memory: Memory, computing: float, hardware: Hardware
 ) -> tuple[float, float]:
-    """Return per step (seconds of moving gradients and weights between ranks, seconds of the update).
+    """Return per step (seconds for moving gradients and weights between ranks, seconds for the update).
 
-    ``computing`` is the seconds of backward that a reduction can overlap.
+    ``computing`` is backward's seconds, which a reduction can overlap.
     """
     rates = hardware.gradient_parameters, hardware.reduction_parameters, hardware.update_parameters
     orthogonal = muon_seconds(config, world, hardware) if config.train.optimizer == "muon" else 0.0
@@ -251,14 +250,14 @@ def _state_seconds(
 
 
 def _zero_seconds(config: ResolvedConfig, world: World, micro_batches: int, hardware: Hardware) -> tuple[float, float]:
-    """Return per step (seconds of reducing and gathering that overlap computing, seconds of gathering that do not)."""
+    """Return per step (reduction and gathering seconds that overlap computation, gathering seconds that do not)."""
     if world.ranks == 1:
         return 0.0, 0.0
     share, width = (world.ranks - 1) / world.ranks, config.dtype.itemsize
     parameters = num_parameters(config) * share
     bandwidth = hardware.node_bandwidth.at(bytes=max(1.0, parameters * _FLOAT32))
     if world.ranks > world.ranks_per_node:
-        # All devices of a machine share the traffic between machines.
+        # All devices in a machine share its traffic to other machines.
         bandwidth = min(bandwidth, world.ranks_per_node * hardware.network_bandwidth.at(bytes=parameters * _FLOAT32))
     stage = config.zero.stage
     if stage == 3:
@@ -275,9 +274,9 @@ def _zero_seconds(config: ResolvedConfig, world: World, micro_batches: int, hard
 
 
 def _optimizer_seconds(config: ResolvedConfig, memory: Memory, hardware: Hardware) -> float:
-    """Return seconds of AdamW, which reads master, moments and gradient, and writes master, moments and weight.
+    """Return seconds for AdamW, which reads master, moments and gradient, and writes master, moments and weight.
 
-    Muon has one moment less, and reads as much again for its products (``muon_seconds``).
+    Muon has one moment less, and reads as much again for its matmuls (``muon_seconds``).
     """
     values = memory.updated
     bandwidth = hardware.memory_bandwidth.at(config.train.dtype, bytes=max(1.0, values * _FLOAT32))
@@ -286,11 +285,12 @@ def _optimizer_seconds(config: ResolvedConfig, memory: Memory, hardware: Hardwar
         bandwidth = hardware.host_memory_bandwidth.at()
         seconds = values * (_FLOAT32 + config.dtype.itemsize) / hardware.host_bandwidth.at()
     if config.zero.offload == "nvme":
-        # Master and both moments, both ways.
+        # Master and both moments, read and written.
         seconds += 6 * values * _FLOAT32 / hardware.disk_bandwidth.at()
+    # Four float32 values are read and three written, plus the weight in its dtype.
     return seconds + values * (7 * _FLOAT32 + config.dtype.itemsize) / bandwidth
 
 
 def slowest(seconds: Sequence[StepSeconds]) -> StepSeconds:
-    """Return the seconds of the rank that the others wait for."""
+    """Return the slowest rank's seconds: all others wait for it."""
     return max(seconds, key=lambda of_rank: of_rank.total)

@@ -1,4 +1,4 @@
-"""Bytes of a token's values in a layer, by kind of layer: kept for backward, or passed between its parts.
+"""Bytes per token in a layer, by layer kind: saved for backward, or passed between its parts.
 
 Sizes: M model width, K key heads, H value heads, D key head size, V value head size.
 """
@@ -17,36 +17,36 @@ from longctx.config import ModelConfig
 from longctx.kernels.gated_delta.call import BLOCK_CHUNKS, CHUNK
 
 FLOAT32 = 4
-"""Bytes of a value."""
+"""Bytes per value."""
 _LOGSUMEXP = 8
-"""Bytes a head."""
+"""Bytes per head."""
 
 
 class CoreBytes(NamedTuple):
-    """Bytes per token around the core of a layer."""
+    """Bytes per token around a layer's core."""
 
     q: int
-    """Its queries."""
+    """Queries."""
     kv: int
-    """Its keys and values."""
+    """Keys and values."""
     out: int
-    """The core's result."""
+    """The core's output."""
     lse: int
-    """What else the core keeps: log-sum-exps, or a share of the states."""
+    """Other core tensors saved for backward: log-sum-exps, or a share of the states."""
     behind: int = 0
-    """What the way from the result to the output projection saves."""
+    """Saved between the core's output and the output projection."""
 
     def of_group(self, of_heads: int, of_keys: int) -> CoreBytes:
-        """Return the bytes of one group, with this many groups of query heads and of key heads."""
+        """Return one group's bytes, with this many groups of query heads and of key heads."""
         return CoreBytes(
             self.q // of_heads, self.kv // of_keys, self.out // of_heads, self.lse // of_heads, self.behind // of_heads
         )
 
 
 def _around_delta(model: ModelConfig, mixer: Mixer, width: int) -> CoreBytes:
-    """Return bytes of a gated delta rule layer: the state at the start of each block, and gate and norm after it."""
+    """Return bytes for a gated delta rule layer: the state at each block's start, and the gate and norm after it."""
     K, H, D, V, _ = model.delta_sizes
-    # With the values go the inputs of decays, one per head or channel, and of β.
+    # Values come with the inputs to decays, one per head or channel, and to β.
     gates = 2 * H
     if isinstance(mixer, KimiDelta):
         gates = H * (D + 1)
@@ -56,7 +56,7 @@ def _around_delta(model: ModelConfig, mixer: Mixer, width: int) -> CoreBytes:
 
 
 class TokenBytes:
-    """Bytes of a token's values in a layer of a run's model, in the run's dtype.
+    """Bytes per token in a layer, for a run's model and dtype.
 
     ``x`` is the residual stream; ``attention`` is a softmax layer's core, with its ``q``, ``kv``, ``out`` and ``lse``.
     """
@@ -71,12 +71,12 @@ class TokenBytes:
         self.lse = model.num_heads * _LOGSUMEXP
         self.attention = CoreBytes(self.q, self.kv, self.out, self.lse)
         if model.attention_gate:
-            # The gate, and its product with the result.
+            # The gate, and its product with the output.
             self.attention = self.attention._replace(behind=2 * self.out + self.x)
         self.chunked = bool(config.train.chunk_tokens)
 
     def core(self, layer: int) -> CoreBytes:
-        """Return bytes of a layer's core."""
+        """Return a layer's core bytes."""
         mixer = layer_specs(self.model)[layer].mixer
         if isinstance(mixer, GatedDelta):
             return _around_delta(self.model, mixer, self.width)
@@ -87,11 +87,11 @@ class TokenBytes:
         return self.attention
 
     def is_delta(self, layer: int) -> bool:
-        """Return True if the layer passes a state on."""
+        """Return True if the layer passes a recurrent state on."""
         return isinstance(layer_specs(self.model)[layer].mixer, GatedDelta)
 
     def kept_of(self, layer: int) -> int:
-        """Return bytes of a layer that forward keeps for backward."""
+        """Return the bytes that a layer's forward saves for backward."""
         keep, model, core = self.config.train.keep, self.model, self.core(layer)
         routing = 0
         if model.has_experts(layer):
@@ -103,12 +103,12 @@ class TokenBytes:
             return self.x + core.out + core.lse + routing + crossed
         if self.chunked:
             return self.x + core.q + core.kv + core.out + core.lse + routing + crossed
-        # Inputs of both norms and parts; queries, keys, values and attention's result; tensors of the FFN.
+        # Inputs to both norms and parts; queries, keys, values and attention's output; FFN tensors.
         own = self.before_core(layer) + core.out + core.lse + core.behind
         return 4 * self.x + own + routing + self.saved_of_ffn(layer) + crossed
 
     def kept_of_cross(self) -> int:
-        """Return bytes of a layer's cross attention that forward keeps, without keys and values."""
+        """Return the bytes that a layer's cross attention saves, without keys and values."""
         if not self.model.encoder_layers:
             return 0
         kept = self.q + self.lse
@@ -118,17 +118,17 @@ class TokenBytes:
         return kept
 
     def routing(self) -> int:
-        """Return bytes of a token's experts and gates."""
+        """Return bytes for a token's expert choices and gates."""
         return 2 * self.model.experts_per_token * 8
 
     def before_core(self, layer: int) -> int:
-        """Return bytes of queries, keys, values, and tensors saved by their projections, without their normed input."""
+        """Return bytes for queries, keys, values, and tensors their projections save, without their normed input."""
         core = self.core(layer)
         model, saved = self.model, core.q + core.kv
         if self.is_delta(layer):
             return saved
         if model.qk_norm != "none":
-            # Of keys and values, only the keys are normed.
+            # Values have no norm here, only keys.
             saved += core.q + core.kv * model.head_dim // (model.head_dim + model.value_dim)
         if model.v_norm:
             saved += core.kv // 2

@@ -1,17 +1,17 @@
 """Memory that an attention kernel allocates inside one backward call, apart from its arguments and results.
 
-PyTorch's allocator provides it, and a trace of operators cannot see it. The tensors are those that the kernels'
-sources allocate:
+PyTorch's allocator provides it, and an operator trace cannot see it. The tensors are those that the kernels' sources
+allocate:
 
 * ``flash2``, ``cuda_flash``: ``mha_varlen_bwd`` in flash-attention 2.8.3 (``csrc/flash_attn/flash_api.cpp``) and in
   PyTorch 2.11 to 2.13 (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``). dq in float32 and a
-  float32 number for each query and head, each with 128 more queries a sequence; if heads share keys, dk and dv of
-  *every query head*, in the dtype of the inputs.
+  float32 number for each query and head, each with 128 more queries per sequence; if heads share keys, dk and dv for
+  *every query head*, in the input dtype.
 * ``flash3`` (``hopper/flash_api.cpp``), ``flash4`` (``flash_attn/cute/interface.py``): dq in float32 and two such
-  numbers; if heads share keys, dk and dv of the key heads, in float32. Blocks have 128 rows at most.
+  numbers; if heads share keys, dk and dv for the key heads, in float32. Blocks have 128 rows at most.
 * ``cudnn``: as cudnn-frontend (``scaled_dot_product_flash_attention.h``) reserves for a dense sequence: dq in float32
-  and one such number. dk and dv of every query head are temporaries of the engine, whose own workspace no source
-  states: they are counted in full.
+  and one such number. dk and dv for every query head are temporaries in the engine, and no source states the engine's
+  own workspace: they are counted in full.
 * ``flex``: a number for each query and head; the adapter's own forward pass and float32 temporaries
   (``kernels/attention/flash/flex.py``).
 
@@ -26,14 +26,14 @@ from launcher.config.resolved import ResolvedConfig
 
 _FLOAT32 = 4
 _BLOCK = 128
-"""Rows of a kernel's largest block, by which a sequence is lengthened."""
+"""Rows in a kernel's largest block; each sequence is padded by as many."""
 _MULTIPROCESSORS = 148
-"""Of a B200; an H100 has 132."""
+"""On a B200; an H100 has 132."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardCall:
-    """Shapes of one backward call, all sequences packed."""
+    """Shapes for one backward call, all sequences packed."""
 
     num_queries: int
     num_keys: int
@@ -43,14 +43,14 @@ class BackwardCall:
     head_dim: int
     value_dim: int
     itemsize: int
-    """Bytes of a value of queries, keys and values."""
+    """Bytes per value in queries, keys and values."""
 
 
 def expected_kernel(config: ResolvedConfig, device_type: str = "cuda") -> str:
     """Return the attention kernel that a run is expected to use if it leaves the choice to the machine.
 
     `make setup` does not install flash-attn, so ``auto`` is PyTorch's own kernel, or FlexAttention if that lacks the
-    dtype or a rule of the scores.
+    dtype or a score rule.
     """
     model, kernel = config.model, config.parallel.kernel
     if device_type == "cpu" or kernel != "auto":
@@ -63,7 +63,7 @@ def expected_kernel(config: ResolvedConfig, device_type: str = "cuda") -> str:
 
 
 def backward_workspace(kernel: str, call: BackwardCall) -> int:
-    """Return the bytes that this kernel allocates inside the call; 0 for a kernel made of plain operators."""
+    """Return the bytes that this kernel allocates inside the call; 0 for a kernel made from plain operators."""
     if kernel not in _BY_KERNEL:
         return 0
     return _BY_KERNEL[kernel](call)
@@ -79,7 +79,7 @@ def _flash2_deterministic(call: BackwardCall) -> int:
 
 
 def _flash2_sums(call: BackwardCall, sums: int) -> int:
-    # The kernel takes one head size: that of queries and keys, to which values are padded.
+    # The kernel takes one head size: values are padded to the query and key size.
     head = max(call.head_dim, call.value_dim)
     queries = (call.num_queries + _BLOCK * call.num_sequences) * call.num_heads
     return _FLOAT32 * queries * (sums * _rounded(head) + 1) + _of_query_heads(call, head, head)
@@ -102,19 +102,18 @@ def _cudnn(call: BackwardCall) -> int:
 
 def _flex(call: BackwardCall) -> int:
     values = call.num_queries * call.num_heads * call.value_dim
-    # Its output and the output's gradient; then two float32 copies and their product.
+    # The adapter's output and its gradient; then two float32 copies and their product.
     return values * (2 * call.itemsize + 3 * _FLOAT32) + 2 * _FLOAT32 * call.num_queries * call.num_heads
 
 
 def _of_query_heads(call: BackwardCall, head_dim: int, value_dim: int) -> int:
-    """Return bytes of dk and dv of every query head if heads share keys; they are then summed per key head."""
+    """Return dk and dv bytes for every query head if heads share keys; they are then summed per key head."""
     if call.num_heads == call.num_kv_heads:
         return 0
     return call.itemsize * call.num_keys * call.num_heads * (head_dim + value_dim)
 
 
 def _rounded(head_dim: int) -> int:
-    """Return the padded head size of float32 results."""
     step = 32
     if head_dim > 128:
         step = 64

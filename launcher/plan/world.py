@@ -1,4 +1,4 @@
-"""Ranks of a planned run, and the kinds of ranks that differ."""
+"""Ranks in a planned run, and the kinds of ranks that differ."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from launcher.cluster.hostfile import read_hostfile
 from launcher.config.sections import RunConfig
 
 RANKS_IN_A_NODE = 8
-"""At most, where nobody says."""
+"""Default ranks per machine, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Number of ranks, and of ranks per machine."""
+    """Ranks in total, and per machine."""
 
     ranks: int
     ranks_per_node: int
 
     @classmethod
     def of(cls, config: RunConfig, ranks: int = 0, ranks_per_node: int = 0) -> World:
-        """Return the requested world; a 0 is replaced by the hostfile's number, if ``run.hostfile`` names one.
+        """Return the requested world; the hostfile replaces a 0, if ``run.hostfile`` names one.
 
-        Without a hostfile it is the smallest world for the config's degrees, with 8 ranks per machine.
+        Without a hostfile, choose the smallest world for the config's degrees, with at most 8 ranks per machine.
         """
         if config.run.hostfile not in ("launcher", "none"):
             slots = list(read_hostfile(Path(config.run.hostfile)).values())
@@ -35,7 +35,7 @@ class World:
 
 
 def _fewest_ranks(config: RunConfig) -> int:
-    """Return the number of ranks that share a micro-batch; if ``tokens_per_rank`` decides, as many as a row needs."""
+    """Return how many ranks share a micro-batch; if ``tokens_per_rank`` decides, as many as a row needs."""
     parallel = config.parallel
     if parallel.tokens_per_rank <= 0 or parallel.context > 1:
         return parallel.context
@@ -45,11 +45,11 @@ def _fewest_ranks(config: RunConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RankKind:
-    """A rank that represents all ranks with the same kind of work."""
+    """Rank that represents all ranks with the same kind of work."""
 
     rank: int
     names: tuple[str, ...]
-    """What it is: the first of its ring, the last that shares the experts."""
+    """Roles, such as first in its ring or last in its expert group."""
 
     def describe(self) -> str:
         """Return one line for the report."""
@@ -60,9 +60,11 @@ class RankKind:
 
 
 def rank_kinds(config: RunConfig) -> list[RankKind]:
-    """Return the ranks to look at: first, middle, last of the first ring, and first, last of the first expert group."""
+    """Return the ranks to estimate: first, middle and last in the first ring, last in its Ulysses group, and first and
+    last in the first expert group.
+    """
     parallel = config.parallel
-    # A rank may be of several kinds, but is traced only once.
+    # A rank may have several roles, but is traced only once.
     ring = parallel.context // parallel.ulysses
     names: dict[int, list[str]] = {0: []}
     if ring > 1:

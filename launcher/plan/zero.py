@@ -1,4 +1,4 @@
-"""Bytes of a rank's device under ZeRO, by arithmetic: a traced step does not include DeepSpeed."""
+"""A rank's device bytes under ZeRO, by arithmetic: a traced step does not include DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,72 +18,72 @@ from parallel.mesh import Mesh
 from parallel.zero.options import overlaps
 
 FLAT_VALUES = 500_000_000
-"""Gradients that one flat copy holds where they are reduced after backward (DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE)."""
+"""Gradient values per flat copy, if they are reduced after backward (DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """Bytes of a rank's device memory in a step, by kind; plain values, which become JSON.
+    """A rank's device bytes in one step, by kind; plain values, which become JSON.
 
     The first six come from arithmetic in plans and traces, ``process`` is measured; a trace counts the others.
     """
 
     weights: int
-    """Of the working weights, what the ZeRO stage leaves here."""
+    """Working weights that the ZeRO stage leaves on this device."""
     gradients: int
     optimizer: int
     """Float32 masters and AdamW's two moments."""
     gathered: int
-    """Whole weights that ZeRO 3 has here at once, at most."""
+    """Full weights that ZeRO 3 gathers at once, at most."""
     reduction: int
-    """What DeepSpeed's buckets of gradients, and the copies that one becomes, add at the peak."""
+    """Added at the peak by DeepSpeed's gradient buckets, and by the copies made from one bucket."""
     after_backward: int
-    """The flat copy of gradients that stages without buckets reduce, when nothing of forward is alive."""
+    """Flat gradient copy that stages without buckets reduce, after all activations are freed."""
     kept: int
-    """What is alive between forward and backward."""
+    """Live bytes between forward and backward."""
     kept_on_host: int
-    """What of it lies in the machine's memory, pinned; on top of ``kept``, and in no other figure."""
+    """Pinned host bytes stored from activations; in addition to ``kept``, and in no other field."""
     kept_on_disk: int = 0
-    """Likewise, in train.store_path; a trace has no disk."""
+    """Bytes stored in train.store_path; a trace has no disk."""
     passing: int
-    """What forward and backward add to that at their peak."""
+    """Added at the peak in forward and backward."""
     optimizer_step: int
-    """Temporaries of AdamW's step, when nothing of forward is alive."""
+    """Temporaries in AdamW's step, after all activations are freed."""
     process: int = 0
-    """Of a CPU's memory, what a rank's program takes itself."""
+    """Host memory that a rank's program takes on a CPU."""
 
     @property
     def held(self) -> int:
-        """Bytes that are held all the time."""
+        """Bytes held throughout training."""
         return self.process + self.weights + self.gradients + self.optimizer
 
     @property
     def peak(self) -> int:
-        """Peak bytes of a step."""
+        """Peak bytes in a step."""
         within = self.gathered + self.reduction + self.kept + self.passing
         return self.held + max(within, self.after_backward, self.optimizer_step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """Bytes of gradient reduction, apart from the gradients themselves."""
+    """Gradient reduction bytes, apart from the gradients themselves."""
 
     buckets: int = 0
-    """That are there all through backward."""
+    """Allocated throughout backward."""
     message: int = 0
-    """The copies that one bucket becomes on its way."""
+    """Copies made from one bucket for its message."""
     kept_share: float = 1.0
-    """Of what layers keep for backward, what is still there when the first bucket goes; 0 where it goes at the end."""
+    """Share of saved activations still alive when the first bucket is sent; 0 if it is sent at the end."""
     after_backward: int
-    """A flat copy of gradients, where they are reduced when all are there."""
+    """Flat gradient copy, if gradients are reduced once all are complete."""
 
     @property
     def within_backward(self) -> int:
-        """Bytes of buckets and message together."""
+        """Bytes for buckets and message together."""
         return self.buckets + self.message
 
     def beside(self, kept: int, passing: int) -> int:
-        """Return bytes added to the peak of backward: when a bucket is sent late, layers have freed much by then."""
+        """Return bytes added to backward's peak: when a bucket is sent late, layers have freed much by then."""
         gone = (1 - self.kept_share) * kept
         if not self.kept_share:
             gone += passing
@@ -92,17 +92,17 @@ class Reduction:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes on the device between two steps, and additional bytes within a step."""
+    """Device bytes between two steps, and additional bytes within a step."""
 
     weights: int
     gradients: int
     optimizer: int
     gathered: int
-    """Whole weights that ZeRO 3 has at once, at most."""
+    """Full weights that ZeRO 3 gathers at once, at most."""
     reduction: Reduction
 
     def in_step(self, *, kept: int, passing: int, **others: int) -> StepBytes:
-        """Return a step's bytes, given ``kept`` and ``passing`` bytes; ``others`` are fields of ``StepBytes``."""
+        """Return a step's bytes, given ``kept`` and ``passing`` bytes; ``others`` are ``StepBytes`` fields."""
         return StepBytes(
             weights=self.weights,
             gradients=self.gradients,
@@ -117,7 +117,7 @@ class Held:
 
 
 def partition_bytes(config: ResolvedConfig, module: nn.Module, mesh: Mesh, device: str = "cuda") -> Held:
-    """Return the bytes of a rank under the config's ZeRO stage, on a ``device`` of this type.
+    """Return a rank's bytes under the config's ZeRO stage, on this ``device`` type.
 
     ``module`` has this rank's shapes before ZeRO: full parameters, and only its own experts.
     """
@@ -125,7 +125,7 @@ def partition_bytes(config: ResolvedConfig, module: nn.Module, mesh: Mesh, devic
     weights = memory.weights
     whole = sum(p.numel() for p in module.parameters()) * config.dtype.itemsize
     if config.zero.stage != 3:
-        # Those of the traced module: without stage 3 a rank holds all that was built here.
+        # Below stage 3, a rank holds all weights in the traced module.
         weights = whole
     weights += sum(b.numel() for b in module.buffers()) * config.dtype.itemsize
     parameters = {name: p.shape for name, p in module.named_parameters()}
@@ -149,10 +149,10 @@ def _gathered(config: ResolvedConfig, parameters: dict[str, torch.Size], experts
         parameters = {name: shape for name, shape in parameters.items() if name not in experts}
     sizes = [shape.numel() for shape in parameters.values()]
     live = min(sum(sizes), config.zero.max_live_parameters)
-    # Arriving weights are laid out by rank, then copied into parameters.
+    # Gathered weights are received by rank, then copied into parameters.
     arriving = min(sum(sizes), max(config.zero.prefetch_bucket_size, *sizes))
     if config.train.chunk_tokens:
-        # With chunks, all weights of a block are gathered together.
+        # With chunks, a block's weights are all gathered together.
         of_layers: Counter[str] = Counter()
         for name, shape in parameters.items():
             layer = _layer_of(name)
@@ -166,7 +166,7 @@ def _gathered(config: ResolvedConfig, parameters: dict[str, torch.Size], experts
 def reduction_bytes(
     config: ResolvedConfig, parameters: Mapping[str, torch.Size], experts: Set[str], *, world_size: int, device: str
 ) -> Reduction:
-    """Return the bytes of reduction under the config's ZeRO stage on a ``device`` ("cuda", "cpu") with ``parameters``.
+    """Return reduction bytes under the config's ZeRO stage on a ``device`` ("cuda", "cpu") with ``parameters``.
 
     ``experts`` names the parameters that fewer ranks share, which are reduced separately.
     """
@@ -179,7 +179,7 @@ def reduction_bytes(
         return Reduction(after_backward=flat * FLOAT32)
     bucket = config.zero.reduce_bucket_size
     kept_share = _kept_share(sizes, bucket)
-    # A tensor larger than a bucket is reduced by itself.
+    # A tensor larger than a bucket is reduced alone.
     values = max(min(bucket, sum(sizes.values())), *sizes.values())
     if stage == 3:
         # The bucket is permanent; its partitions, padded for the message, are two copies.
@@ -203,18 +203,18 @@ def reduction_bytes(
 
 
 def _message(values: int, width: int) -> int:
-    """Return bytes of the messages of stages 1 and 2 for this many ``values``."""
-    # A gradient waits for its bucket. Pieces of a bucket for one rank are concatenated and sent in float32.
+    """Return message bytes in stages 1 and 2 for this many ``values``."""
+    # A gradient waits for its bucket. Bucket pieces for one rank are concatenated and sent in float32.
     message = 2 * values * width
     if width != FLOAT32:
-        # The float32 copy. Two more gradients have been seen alive at that time, unexplained by DeepSpeed's source.
+        # The float32 copy. Two more gradients have been observed alive then; DeepSpeed's source does not explain them.
         message += (2 * width + FLOAT32) * values
     return message
 
 
 def _kept_share(sizes: Mapping[str, int], bucket: int) -> float:
-    """Return the share of layers whose backward is not finished when gradients first exceed a ``bucket``."""
-    # In forward order: the encoder's layers come before the decoder's, after the table that both look up.
+    """Return the share of layers with unfinished backward when gradients first exceed a ``bucket``."""
+    # Forward order: the encoder's layers come before the decoder's, after the table that both look up.
     names = sorted(sizes, key=lambda name: (not name.startswith("model.embed"), not name.startswith("encoder.")))
     numbers = {layer: number for number, layer in enumerate(dict.fromkeys(filter(None, map(_layer_of, names))))}
     num_layers = max(1, len(numbers))
@@ -232,7 +232,7 @@ def _kept_share(sizes: Mapping[str, int], bucket: int) -> float:
 
 
 def _layer_of(name: str) -> str:
-    """Return the layer of a tensor, prefixed with its stack's name; empty if it belongs to no layer."""
+    """Return a tensor's layer, prefixed with its stack's name; empty if it belongs to no layer."""
     stack, layers, behind = name.partition(".layers.")
     if not layers:
         stack, layers, behind = name.partition(".mtp.")

@@ -9,22 +9,22 @@ from longctx.errors import ConfigError
 
 _FOLDER = Path(__file__).parent
 QUICKSTART = _FOLDER / "quickstart.toml"
-"""The recipe of a command line that names none."""
+"""The recipe for a command line without ``--config``."""
 
 
 def recipes() -> dict[str, Path]:
-    """Return name -> file of every included recipe."""
+    """Map each included recipe's name to its file."""
     return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
 
 
 def summary(recipe: Path) -> str:
-    """Return the first line of a recipe, a description of the training."""
+    """Return a recipe's first line, which describes the training."""
     with recipe.open() as file:
         return file.readline().removeprefix("# ").strip()
 
 
 def find_config(given: str) -> Path:
-    """Find the file that ``--config`` names, by path or by recipe name; raise ConfigError if it is neither."""
+    """Find the file for ``--config``, by path or by recipe name; raise ConfigError if it is neither."""
     path, known = Path(given), recipes()
     if path.is_file() and path.suffix in (".yaml", ".yml", ".json"):
         raise ConfigError(
@@ -33,7 +33,7 @@ def find_config(given: str) -> Path:
         )
     if path.is_file():
         return path
-    # With or without its suffix; a recipe wins over a folder of the same name, such as its run's.
+    # With or without the suffix; a recipe takes precedence over a folder with the same name, such as its run's.
     name = given.removesuffix(".toml")
     if name in known:
         return known[name]

@@ -1,4 +1,4 @@
-"""Report section on wrong numbers: findings of audits and replica comparisons, and the ranks involved."""
+"""Report section on wrong numbers: audit and replica findings, with the ranks involved."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from launcher.report.html import Section, Table
 from launcher.wording import plural
 
 MAX_FINDINGS = 20
-"""Most findings that have a row of the table: the last ones."""
+"""Maximum table rows: the latest findings."""
 _MAX_REMARKS = 3
-"""Most steps that the head of the page names."""
+"""Maximum steps named at the head of the page."""
 
 
 def audit_events(folder: Path, records: Sequence[Record]) -> list[Record]:
-    """Return a run's events of wrong numbers, by step, including those of steps that were taken again since."""
+    """Return a run's wrong-number events by step, including steps repeated since then."""
     found = [record for record in records if record.get("event") == AUDIT_EVENT]
     # A resume from an earlier checkpoint discards the event, but the machine is as suspect as before.
     for record in readable_records(folder / DISCARDED_FILE, f'"{AUDIT_EVENT}"'):
@@ -28,11 +28,12 @@ def audit_events(folder: Path, records: Sequence[Record]) -> list[Record]:
 
 
 def audit_remarks(events: Sequence[Record]) -> list[str]:
-    """Return a remark for each of the last steps with wrong numbers."""
+    """Return one remark per step with wrong numbers, for the latest steps."""
     lines = []
     for event in events[-_MAX_REMARKS:]:
         findings = event.get("findings") or [{}]
         more = ""
+        # The head names one finding per step; the table below has the others.
         if len(findings) > 1:
             more = f", and {plural(len(findings) - 1, 'more finding')}"
         lines.append(
@@ -44,7 +45,7 @@ def audit_remarks(events: Sequence[Record]) -> list[str]:
 
 
 def audit_sections(events: Sequence[Record]) -> list[Section]:
-    """Return a table with a row for each finding; none if no wrong number was ever found."""
+    """Return a table with one row per finding; empty if no wrong number was ever found."""
     rows = [_row(event, finding) for event in events for finding in event.get("findings") or []]
     if not rows:
         return []
@@ -59,7 +60,7 @@ def audit_sections(events: Sequence[Record]) -> list[Section]:
 
 
 def _who(finding: dict[str, Any]) -> str:
-    """Name the rank that was wrong, or the ranks of which one was, with their machines."""
+    """Name the wrong rank, or all ranks among which one was wrong, with their machines."""
     ranks, hosts = finding.get("ranks") or [], finding.get("hosts") or []
     if not ranks:
         return "by an unknown rank"

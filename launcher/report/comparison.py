@@ -1,4 +1,4 @@
-"""Write several runs, or several evaluations, side by side as one self-contained page."""
+"""Comparison page: several runs, or several evaluations, side by side in one self-contained file."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from longctx.files import write_atomically
 COMPARISON_FILE = "comparison.html"
 
 COLOURS = ("#3b82c4", "#e08a1e", "#3a9d6e", "#d1495b", "#8e6bbf", "#8a8f98", "#b5651d", "#17a2b8")
-"""Of the runs, in their order; more runs begin again."""
+"""Colours by run number; they repeat after the last one."""
 _SAME_TOKENS = 1.005
-"""Bytes a token over those of another run up to which they count as the same: texts may differ a little."""
+"""Maximum ratio between runs' bytes per token at which tokenizers count as equal: texts may differ a little."""
 _PATHS = ("run.output_dir",)
-"""Keys of the config that differ between any two runs."""
+"""Config keys that differ between any two runs."""
 
 
 def write_comparison(folders: Sequence[Path], output: Path | str | None = None) -> Path:
-    """Write the comparison of these run folders and return its path, by default ``comparison.html`` here.
+    """Write a comparison of these run folders and return its path, by default ``comparison.html`` here.
 
     Raise ConfigError if a folder is named twice, DataError if a folder is not a run folder.
     """
@@ -60,7 +60,7 @@ def _write(names: Sequence[str], what: str, parts: Sequence[Section], output: Pa
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names, with as many parents as needed to tell them apart.
+    """Return folder names with as many parents as needed to distinguish them.
 
     Raise ConfigError if a folder is named twice.
     """
@@ -76,12 +76,13 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
-    """Return key figures as a table, losses over tokens, and the config keys that differ."""
+    """Return sections for key metrics, losses over tokens, and config keys that differ."""
     caption = "No step has been logged yet."
     scales = bits_of_nats(runs)
     picture = loss_figure(runs, names, scales)
     if picture is not None:
         caption = "Lines are training losses, smoothed; dots are validations."
+    # Losses per token do not compare across tokenizers; losses per byte do.
     if picture is not None and scales is not None:
         caption += " In bits a byte of the validation's text, because the runs' tokens are not the same."
     positions = []
@@ -101,9 +102,9 @@ def sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
 
 
 def figure_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
-    """Return the runs' key figures, one per row; – if a run lacks it."""
+    """Return a table with one key metric per row; – if a run lacks it."""
     by_run = [{figure.label: figure.value for figure in key_figures(run)} for run in runs]
-    # In the order of a report; a run may have figures that another lacks.
+    # Keep a report's order; a run may have metrics that another lacks.
     labels = list(dict.fromkeys(label for found in by_run for label in found))
     rows = [("State", *(state(run) for run in runs))]
     rows += [(label, *(found.get(label, "–") for found in by_run)) for label in labels]
@@ -111,7 +112,7 @@ def figure_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return the keys with different values in the runs' configs, with the values."""
+    """Return config keys with different values across runs, and their values."""
     configs = [dict(_flatten(run.config)) for run in runs]
     rows: list[tuple[str, ...]] = []
     for key in dict.fromkeys(key for config in configs for key in config):
@@ -123,9 +124,9 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 @styled
 def loss_figure(runs: Sequence[Run], names: Sequence[str], scales: Sequence[float] | None = None) -> Markup | None:
-    """Draw training losses, smoothed, and validation losses over the tokens; None if there are none.
+    """Draw smoothed training losses and validation losses over tokens; None without losses.
 
-    ``scales`` are each run's bits a byte for one nat a token.
+    ``scales`` converts each run's nats per token to bits per byte.
     """
     figure, (axes,) = new_figure(1, height=3.9)
     drawn, factors = [], scales or [1.0] * len(runs)
@@ -136,11 +137,12 @@ def loss_figure(runs: Sequence[Run], names: Sequence[str], scales: Sequence[floa
             if not loss.drawable:
                 continue
             drawn.append(loss)
+            # Smooth before thinning: the running mean needs every step.
             if style == "-":
                 loss = loss.smoothed().thinned()
             points = _over_tokens(run, loss)
             axes.plot(points.steps, factors[number] * points.values, style, color=colour, markersize=4, label=label)
-            # Each run has one entry in the legend.
+            # One legend entry per run.
             label = None
     if not drawn:
         return None
@@ -154,9 +156,10 @@ def loss_figure(runs: Sequence[Run], names: Sequence[str], scales: Sequence[floa
 
 
 def bits_of_nats(runs: Sequence[Run]) -> list[float] | None:
-    """Return each run's bits a byte for one nat a token; None if tokens are as long in all, or one does not say."""
+    """Return each run's factor from nats per token to bits per byte; None if all are equal or one is unknown."""
     found = []
     for run in runs:
+        # Loss and bits per byte are the same quantity in two units, so their ratio is the factor.
         known = [r for r in run.validations if r.get("bits_per_byte") and r["loss"]]
         if not known:
             return None
@@ -168,7 +171,7 @@ def bits_of_nats(runs: Sequence[Run]) -> list[float] | None:
 
 @styled
 def positions_figure(runs: Sequence[Run], names: Sequence[str]) -> Markup | None:
-    """Draw the loss by position of each run's last validation; None if none has it."""
+    """Draw loss by position from each run's last validation; None if no run has it."""
     figure, (axes,) = new_figure(1, height=3.4)
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         if run.validations and run.validations[-1].get("loss_by_position"):
@@ -185,16 +188,17 @@ def positions_figure(runs: Sequence[Run], names: Sequence[str]) -> Markup | None
 
 
 def _over_tokens(run: Run, series: Series) -> Series:
-    """Return the series over the run's tokens instead of its steps; empty if no record has tokens."""
+    """Resample a series from the run's steps to its tokens; empty if no record has tokens."""
     known = Series.of(run.train, "tokens")
     if not known.drawable:
         return Series(steps=np.empty(0), values=np.empty(0))
+    # Step 0 has read 0 tokens: interpolation needs this point for early validations.
     steps, tokens = np.append(0.0, known.steps), np.append(0.0, known.values)
     return Series(steps=np.interp(series.steps, steps, tokens), values=series.values)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flatten nested mappings to (dotted key, value) pairs, in order: ``{"a": {"b": 1}} -> [("a.b", 1)]``."""
+    """Flatten nested mappings to ordered (dotted key, value) pairs: ``{"a": {"b": 1}} -> [("a.b", 1)]``."""
     pairs: list[tuple[str, Any]] = []
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -205,7 +209,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any
 
 
 def _plain(value: Any) -> str:
-    """Format a config value as text: lists of plain values with commas, deeper values as JSON."""
+    """Format a config value: plain lists with commas, deeper values as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(not isinstance(item, list | dict) for item in value):
@@ -213,19 +217,19 @@ def _plain(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-# Several evaluations: needle panels with the same scale, and scores by length as a table.
+# Several evaluations: needle panels on one scale, and scores by length as a table.
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Return True if the folder was written by ``evaluate``."""
+    """Return True if ``evaluate`` wrote the folder."""
     return (folder / SETTINGS_FILE).is_file()
 
 
 def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the comparison of these evaluations and return its path, by default ``comparison.html`` here.
+    """Write a comparison of these evaluations and return its path, by default ``comparison.html`` here.
 
-    Its pictures and their data are written as files next to it. Raise ConfigError if a folder is named twice, or if no
-    task with depth is in all evaluations; DataError if a folder is not an evaluation.
+    Plots and their data are also written as files next to it. Raise ConfigError if a folder is named twice, or if the
+    evaluations have no task with depth in common; DataError if a folder is not an evaluation.
     """
     names = distinct_names(folders)
     evaluations = [load_evaluation(folder) for folder in folders]
@@ -233,12 +237,12 @@ def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Pa
     if not tasks:
         raise ConfigError(f"{', '.join(names)} have no task with depth in common: there is nothing to draw.")
     page = Path(output or COMPARISON_FILE)
-    # Scores first: a task without depth has no picture.
+    # Scores first: a task without depth has no plot.
     parts = [_score_section(evaluations, names)]
     for task in tasks:
         rows = panel_rows(evaluations, names, task)
         picture = _needle_picture(evaluations, names, task)
-        # Separate files: a picture may be shared without its page.
+        # Separate files: a plot may be shared without its page.
         beside = page.with_name(f"{page.stem}_{task}.svg")
         write_atomically(beside, standalone(picture).encode())
         write_csv(beside.with_suffix(".csv"), rows)
@@ -248,13 +252,13 @@ def write_evaluations(folders: Sequence[Path], output: Path | None = None) -> Pa
 
 
 def common_tasks(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Return the tasks with depth that all evaluations have."""
+    """Return tasks with depth that all evaluations have in common."""
     first, *others = [tasks_with_depth(evaluation) for evaluation in evaluations]
     return [task for task in first if all(task in tasks for tasks in others)]
 
 
 def panel_rows(evaluations: Sequence[Evaluation], names: Sequence[str], task: str) -> Rows:
-    """Return the data of a task's panels, each row with its evaluation's name."""
+    """Return the data for a task's panels, each row with its evaluation's name."""
     return [
         {"evaluation": name, **row}
         for evaluation, name in zip(evaluations, names, strict=True)
@@ -265,7 +269,7 @@ def panel_rows(evaluations: Sequence[Evaluation], names: Sequence[str], task: st
 def _needle_picture(evaluations: Sequence[Evaluation], names: Sequence[str], task: str) -> str:
     panels = [(name, depth_rows(evaluation, task)) for name, evaluation in zip(names, evaluations, strict=True)]
     lengths = sorted({row["length"] for _, rows in panels for row in rows})
-    # One line for each: models, dates and numbers of samples may all differ.
+    # One caption line per evaluation: models, dates and sample counts may all differ.
     parts = []
     for evaluation, (name, rows) in zip(evaluations, panels, strict=True):
         count = plural(sum(row["n"] for row in rows), "sample")
@@ -275,7 +279,7 @@ def _needle_picture(evaluations: Sequence[Evaluation], names: Sequence[str], tas
 
 
 def _score_section(evaluations: Sequence[Evaluation], names: Sequence[str]) -> Section:
-    """Return a table with a row for each task and evaluation, and a column for each length."""
+    """Return a table with one row per task and evaluation, and one column per length."""
     found = [score_rows(evaluation) for evaluation in evaluations]
     lengths = sorted({row["length"] for rows in found for row in rows})
     tasks = list(dict.fromkeys(row["task"] for rows in found for row in rows))

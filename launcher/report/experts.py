@@ -1,6 +1,6 @@
-"""Report section about experts: their load over time in pictures and a table, and the names of dead ones.
+"""Report section on experts: load over time in plots and a table, and dead experts by name.
 
-Axes: S steps, C columns of a heat map (neighbouring steps added up), L expert layers, E experts.
+Axes: S steps, C heat map columns (sums over neighbouring steps), L expert layers, E experts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from launcher.report.figures import Series, finish, new_figure, styled, thin_cur
 from launcher.wording import plural
 
 MAX_COLUMNS = 160
-"""Most columns of a heat map; longer runs add up the loads of neighbouring steps."""
+"""Maximum heat map columns; longer runs sum the loads of neighbouring steps."""
 MAX_PANELS = 6
-"""Most layers that get a heat map or a curve of their own; the map over all layers and the table have every one."""
+"""Maximum layers with their own heat map or curve; the map over all layers and the table include every layer."""
 
 _LAYER_COLOURS = ("#3b82c4", "#e08a1e", "#3a9d6e", "#d1495b", "#8e6bbf", "#8a8f98")
 _CURVES = (
@@ -45,7 +45,7 @@ _CURVES = (
 
 
 def routed_records(train: Sequence[Record]) -> list[Record]:
-    """Return the records of steps that ran a layer with experts; empty if none of them has all counts."""
+    """Return records from steps that ran a layer with experts; empty if all of them lack full counts."""
     routed = [record for record in train if record.get("expert_load") or record.get("expert_idle")]
     if not whole_records(routed):
         return []
@@ -53,26 +53,26 @@ def routed_records(train: Sequence[Record]) -> list[Record]:
 
 
 def whole_records(routed: Sequence[Record]) -> list[Record]:
-    """Return records with all counts: all of a small model, some of a large one (``launcher.metrics.expert_load``)."""
+    """Return records with all counts: every step of a small model, some of a large one (``expert_load.py``)."""
     return [record for record in routed if record.get("expert_load")]
 
 
 def uneven_rows(routed: Sequence[Record]) -> list[int]:
-    """Return the rows of ``expert_load`` to draw: all, or the ``MAX_PANELS`` least even over the full run."""
-    # Over the full run: the least even rows of single steps change, and the picture would change with them.
+    """Return the ``expert_load`` rows to draw: all, or the ``MAX_PANELS`` least balanced over the full run."""
+    # Use totals over the full run: the least balanced rows vary between steps, and the plot would vary with them.
     totals_LE = _loads(whole_records(routed)).sum(axis=0)
     worst = sorted(range(len(totals_LE)), key=lambda row: -_or_zero(max_over_mean(totals_LE[row].tolist())))
     return sorted(worst[:MAX_PANELS])
 
 
 def dead_experts(routed: Sequence[Record], window: int = DEAD_AFTER_STEPS) -> list[str]:
-    """Return ``name (steps a to b, c to d)`` of experts idle for ``window`` or more logged steps in a row."""
+    """Return ``name (steps a to b, c to d)`` for experts idle during ``window`` or more consecutive logged steps."""
     layers, num_experts = layer_numbers(routed[-1]), len(whole_records(routed)[-1]["expert_load"][0])
     steps = [record["step"] for record in routed]
     idle_SLE = np.array([idle_experts(record, num_experts) for record in routed])
     found: list[str] = []
     for row, expert in np.argwhere(idle_SLE.sum(axis=0) >= window):
-        # Steps at which the expert becomes idle or stops being idle: the differences of 0 and 1.
+        # Padded with 0 at both ends, the series changes in pairs: start and stop of each idle span.
         edges = np.flatnonzero(np.diff(np.concatenate([[0], idle_SLE[:, row, expert].astype(int), [0]])))
         spans = [(start, stop) for start, stop in edges.reshape(-1, 2) if stop - start >= window]
         if spans:
@@ -82,16 +82,17 @@ def dead_experts(routed: Sequence[Record], window: int = DEAD_AFTER_STEPS) -> li
 
 
 def expert_table(routed: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return headings, and a row per layer: balance in the last tenth of the run, in its first, in its worst step."""
+    """Return headings and one row per layer: balance in the last and first tenth of the run, and in the worst step."""
     whole = whole_records(routed)
     num_recent = max(1, len(whole) // 10)
     loads_SLE, rows = _loads(whole), []
     for row, layer in enumerate(layer_numbers(routed[-1])):
         by_step = [_max_over_mean(record, row) for record in routed]
+        # Worst over every step: max/mean is known even in steps without written counts.
         worst = max(range(len(by_step)), key=lambda step: _or_zero(by_step[step]))
         recent = loads_SLE[-num_recent:, row].sum(axis=0).tolist()
         start = loads_SLE[:num_recent, row].sum(axis=0).tolist()
-        # With one expert the entropy has no reference: ln 1 is 0.
+        # With one expert there is no reference: ln 1 is 0.
         entropy = "–"
         if len(recent) > 1:
             entropy = f"{load_entropy(recent) / math.log(len(recent)):.3f}"
@@ -113,13 +114,13 @@ def expert_table(routed: Sequence[Record]) -> tuple[tuple[str, ...], list[tuple[
 
 @styled
 def load_figure(routed: Sequence[Record]) -> str:
-    """Draw load over mean of each expert over the steps, one heat map per layer."""
+    """Draw each expert's load over the mean against steps, one heat map per layer."""
     routed = whole_records(routed)
     steps, layers, loads_SLE = [record["step"] for record in routed], layer_numbers(routed[-1]), _loads(routed)
     rows = uneven_rows(routed)
     num_columns = min(2, len(rows))
     num_rows = math.ceil(len(rows) / num_columns)
-    # Each of many experts needs a line of its own.
+    # Every expert needs its own line of pixels.
     panel_height = max(1.75, 0.35 + 0.016 * loads_SLE.shape[2])
     figure, panels = new_figure(num_columns, rows=num_rows, height=0.7 + panel_height * num_rows)
     image = None
@@ -131,10 +132,10 @@ def load_figure(routed: Sequence[Record]) -> str:
         axes.set_ylabel("expert")
         axes.yaxis.set_major_locator(_expert_ticks(loads_SLE.shape[2], most=5))
         _step_ticks(axes, steps[0], steps[-1])
-    # An odd number of layers leaves an empty panel in the last row.
+    # With an odd layer count the last row has an empty panel.
     for axes in panels[len(rows) :]:
         axes.set_visible(False)
-    # The lowest panel of each column labels the axis for those above it.
+    # The lowest panel in each column labels the axis for those above it.
     for axes in panels[max(0, len(rows) - num_columns) : len(rows)]:
         axes.set_xlabel("step")
     assert image is not None
@@ -144,7 +145,7 @@ def load_figure(routed: Sequence[Record]) -> str:
 
 @styled
 def map_figure(routed: Sequence[Record]) -> str:
-    """Draw load over mean, expert × layer, of all experts: over the first and over the last tenth of the run."""
+    """Draw load over mean, expert × layer, for all experts: over the first and the last tenth of the run."""
     routed = whole_records(routed)
     num_recent = max(1, len(routed) // 10)
     layers, loads_SLE = layer_numbers(routed[-1]), _loads(routed)
@@ -164,6 +165,7 @@ def map_figure(routed: Sequence[Record]) -> str:
         axes.set_xlabel("expert")
         axes.set_ylabel("layer")
         axes.xaxis.set_major_locator(_expert_ticks(num_experts, most=12))
+        # At most 16 labels: more would overlap.
         shown = range(0, num_layers, math.ceil(num_layers / 16))
         axes.set_yticks(list(shown), [str(layers[row]) for row in shown])
     assert image is not None
@@ -173,7 +175,7 @@ def map_figure(routed: Sequence[Record]) -> str:
 
 @styled
 def balance_figure(routed: Sequence[Record]) -> str | None:
-    """Draw violation, entropy, logit size and dropped share over steps, a line per layer; None if none are logged."""
+    """Draw violation, entropy, logit size and dropped share over steps, one line per layer; None if none are logged."""
     curves = [(key, title) for key, title in _CURVES if any(record.get(key) for record in routed)]
     if not any(any(record.get("expert_dropped_share") or []) for record in routed):
         curves = [(key, title) for key, title in curves if key != "expert_dropped_share"]
@@ -184,14 +186,14 @@ def balance_figure(routed: Sequence[Record]) -> str | None:
     figure, panels = new_figure(2, rows=num_rows, height=0.7 + 2.1 * num_rows)
     for axes, (key, title) in zip(panels, curves, strict=False):
         for row, colour in zip(rows, _LAYER_COLOURS, strict=False):
-            # Records of earlier releases may lack the key.
+            # Records from earlier releases may lack the key.
             series = Series.of([{"step": r["step"], key: r[key][row]} for r in routed if r.get(key)], key)
             thin_curve(axes, series, colour, f"layer {layers[row]}")
         axes.set_title(title)
         finish(axes, "step", "", None)
         if key == "expert_dropped_share":
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        # The axis starts at zero, unless values are negative: small changes must not look large.
+        # Start the axis at zero, unless values are negative: small changes must not look large.
         if axes.get_ylim()[0] > 0:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     for axes in panels[len(curves) :]:
@@ -203,9 +205,10 @@ def balance_figure(routed: Sequence[Record]) -> str | None:
 
 
 def _max_over_mean(record: Record, row: int) -> float:
-    """Return ``max_over_mean`` of one row of ``expert_load``, also if a step's counts are not written."""
+    """Return ``max_over_mean`` for one ``expert_load`` row, even in steps without written counts."""
     if record.get("expert_load"):
         return max_over_mean(record["expert_load"][row])
+    # max_violation = max_over_mean − 1 is written in every step.
     return 1 + record["expert_max_violation"][row]
 
 
@@ -214,7 +217,7 @@ def _loads(routed: Sequence[Record]) -> np.ndarray:
 
 
 def _columns(loads_SE: np.ndarray) -> np.ndarray:
-    """Return at most ``MAX_COLUMNS`` sums over equal groups of steps, [C, E]."""
+    """Sum steps in equal groups, to at most ``MAX_COLUMNS`` rows [C, E]."""
     size = math.ceil(len(loads_SE) / MAX_COLUMNS)
     padding = np.zeros((-len(loads_SE) % size, loads_SE.shape[1]))
     # Sums, not means: the colours show load over mean, which is the same for a sum.
@@ -222,8 +225,8 @@ def _columns(loads_SE: np.ndarray) -> np.ndarray:
 
 
 def _log_loads(loads_XE: np.ndarray) -> np.ndarray:
-    """Return log2 of load over the row's mean, within ±2; −3 marks an expert without tokens, NaN a row without any."""
-    # A row without tokens is 0 / 0, an expert without tokens log 0: each has its own colour.
+    """Return log2(load / row mean) within ±2; −3 marks an expert without tokens, NaN a row without any."""
+    # A row without tokens gives 0 / 0, an expert without tokens log 0: each has its own colour.
     with np.errstate(invalid="ignore", divide="ignore"):
         logs_XE = np.log2(loads_XE / loads_XE.mean(axis=1, keepdims=True))
     return np.where(np.isneginf(logs_XE), -3.0, np.clip(logs_XE, -2.0, 2.0))
@@ -247,12 +250,12 @@ def _colour_bar(figure: Figure, image: AxesImage, panels: Sequence[Axes]) -> Non
 
 
 def _expert_ticks(num_experts: int, *, most: int) -> MultipleLocator:
-    """Place ticks at multiples of a power of two: experts come in powers of two, and so do their ranks."""
+    """Place ticks at multiples of a power of two: expert counts and experts per rank are powers of two."""
     return MultipleLocator(2 ** math.ceil(math.log2(max(1, num_experts / most))))
 
 
 def _step_ticks(axes: Axes, first: int, last: int) -> None:
-    """Place ticks at integer steps: every step of a short run, round numbers of a long one."""
+    """Place ticks at integer steps: every step in a short run, round numbers in a long one."""
     if last - first < 6:
         axes.set_xticks(range(first, last + 1))
     else:
@@ -261,7 +264,7 @@ def _step_ticks(axes: Axes, first: int, last: int) -> None:
 
 
 def _or_zero(value: float) -> float:
-    """Return a sort key: a layer without tokens counts as even."""
+    """Return a sort key that treats a layer without tokens as balanced."""
     if math.isnan(value):
         return 0.0
     return value

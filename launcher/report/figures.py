@@ -1,7 +1,7 @@
-"""Pictures of the report: each function takes numbers and returns one inline SVG in the page's colours.
+"""Report plots: each function takes numbers and returns one inline SVG in the page's colours.
 
-Object-oriented matplotlib with the SVG backend only: no window, no pyplot state. Text stays text, and the two
-colours that depend on a light or dark page are written as CSS.
+Object-oriented matplotlib with the SVG backend only: no window, no pyplot state. Text stays text, and the two colours
+that depend on a light or dark page are written as CSS.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, Percent
 from launcher.metrics.console import short_number
 
 INK, GRID = "#0a0b0c", "#0d0e0f"
-"""Placeholders that ``to_svg`` replaces with the page's own text and grid colours."""
+"""Placeholders that ``to_svg`` replaces with the page's text and grid colours."""
 BLUE, PALE_BLUE, ORANGE, GREY, RED, GREEN = "#3b82c4", "#9cc3e6", "#e08a1e", "#8a8f98", "#d1495b", "#3a9d6e"
 
 MAX_POINTS = 1200
-"""Most points of one curve; longer runs draw the mean of equal groups of steps."""
+"""Maximum points per curve; longer runs draw means over equal groups of steps."""
 
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -57,14 +57,14 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One quantity over the steps; NaN if it was not finite or is unknown."""
+    """One quantity over steps; NaN if not finite or unknown."""
 
     steps: np.ndarray
     values: np.ndarray
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], key: str) -> Series:
-        """Build the series of ``key`` from all records that have it."""
+        """Build the series for ``key`` from all records that have it."""
         rows = [(record["step"], record[key]) for record in records if record.get(key) is not None]
         values = np.array([value for _, value in rows], dtype=float)
         values[~np.isfinite(values)] = np.nan
@@ -75,20 +75,20 @@ class Series:
         return bool(np.isfinite(self.values).any())
 
     def thinned(self, limit: int = MAX_POINTS) -> Series:
-        """Return at most ``limit`` points: means of equal groups of steps, NaN only if a full group is NaN."""
+        """Return at most ``limit`` points, each the mean over a group of steps; NaN only if a full group is NaN."""
         size = math.ceil(len(self.steps) / limit)
         if size <= 1:
             return self
         return Series(steps=_group_means(self.steps, size), values=_group_means(self.values, size))
 
     def smoothed(self) -> Series:
-        """Return the centred running mean over about a thirtieth of the run, of finite values.
+        """Return a centred running mean over the finite values in about a thirtieth of the run.
 
-        At the beginning, where losses fall fast, it is the mean of fewer steps. At the end it is the line through the
-        last ones: means of ever fewer steps would end in a hook to the last step.
+        At the start, with fast-falling losses, it averages fewer steps. At the end it is a line fitted to the last
+        steps.
         """
         half = max(2, len(self.values) // 60)
-        # Differences of running sums: the cost does not depend on the width.
+        # Differences between running sums: the cost does not depend on the width.
         known = np.isfinite(self.values)
         sums = np.concatenate([[0.0], np.cumsum(np.where(known, self.values, 0.0))])
         counts = np.concatenate([[0], np.cumsum(known)])
@@ -97,6 +97,7 @@ class Series:
         start, stop = index - reach, index + reach + 1
         with np.errstate(invalid="ignore", divide="ignore"):
             means = (sums[stop] - sums[start]) / (counts[stop] - counts[start])
+        # A mean over ever fewer steps would end in a hook towards the last step, so fit a line.
         last = index[known][index[known] >= len(index) - 2 * half - 1]
         if len(last) > half:
             means[-half:] = np.polyval(np.polyfit(last, self.values[last], 1), index[-half:])
@@ -111,10 +112,10 @@ def _group_means(values: np.ndarray, size: int) -> np.ndarray:
 
 
 styled = matplotlib.rc_context(_STYLE)
-"""Decorator of every picture: matplotlib reads its defaults while it draws, not only when a figure is made."""
+"""Decorator for every plot: matplotlib reads its defaults while it draws, not only when a figure is created."""
 
 
-# One picture each.
+# One plot each.
 
 
 @styled
@@ -151,10 +152,11 @@ def _token_axis(axes: Axes, train: Sequence[Any]) -> None:
     tokens = Series.of(train, "tokens")
     if len(tokens.steps) < 2 or not tokens.drawable:
         return
-    # Tokens per step vary with padding: interpolate between records, and extend beyond them at the mean rate.
+    # Tokens per step vary with padding: interpolate between records, and extend past them at the mean rate.
     last, total = tokens.steps[-1], tokens.values[-1]
     steps = np.concatenate([[-last, 0.0], tokens.steps, [2 * last]])
     counts = np.concatenate([[-total, 0.0], tokens.values, [2 * total]])
+    # A secondary axis needs invertible functions: repeated or falling counts have no inverse.
     if not (np.diff(counts) > 0).all() or not (np.diff(steps) > 0).all():
         return
     functions: Any = (lambda x: np.interp(x, steps, counts), lambda x: np.interp(x, counts, steps))
@@ -165,7 +167,7 @@ def _token_axis(axes: Axes, train: Sequence[Any]) -> None:
 
 @styled
 def position_figure(first: Mapping[str, Any] | None, last: Mapping[str, Any]) -> str:
-    """Draw loss by position in the document, on a log axis, for the last validation and the first (None: only one)."""
+    """Draw loss by document position on a log axis, for the last validation and the first (None: only one exists)."""
     figure, (axes,) = new_figure(1, height=3.2)
     if first is not None:
         spots, losses = position_points(first)
@@ -184,15 +186,15 @@ def position_figure(first: Mapping[str, Any] | None, last: Mapping[str, Any]) ->
 
 
 def position_points(validation: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Return each bin's middle on a log axis, positions counted from 1, and its loss; skip bins without targets."""
-    # From 1, because a log axis has no 0.
+    """Return each bin's middle on a log axis and its loss, with positions from 1; skip bins without targets."""
+    # Count from 1, because a log axis has no 0.
     bins = [spot for spot in validation["loss_by_position"] if spot.get("num_targets", 1) and spot["loss"] is not None]
     return [math.sqrt((spot["start"] + 1) * spot["stop"]) for spot in bins], [spot["loss"] for spot in bins]
 
 
 @styled
 def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
-    """Draw tokens per second with their median, seconds per step and of waiting, model TFLOP/s with any MFU, memory."""
+    """Draw tokens per second with their median, step and data wait seconds, model TFLOP/s with any MFU, and memory."""
     figure, panels = new_figure(2, rows=2, height=5.4)
     left, right, below_left, below_right = panels
     speed = Series.of(train, "tokens_per_second")
@@ -232,7 +234,7 @@ def speed_figure(train: Sequence[Any], resumes: Sequence[int]) -> str:
 
 
 def _draw_work(axes: Axes, train: Sequence[Any]) -> None:
-    """Draw a device's model TFLOP/s, with the MFU on the right if it is known."""
+    """Draw model TFLOP/s per device, with MFU on the right if known."""
     work, used = Series.of(train, "model_tflops"), Series.of(train, "mfu")
     thin_curve(axes, work, BLUE, None)
     axes.set_title("Model TFLOP/s of a device")
@@ -247,7 +249,7 @@ def _draw_work(axes: Axes, train: Sequence[Any]) -> None:
         share.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
-# Shared by the pictures.
+# Shared by all plots.
 
 
 def new_figure(columns: int, *, rows: int = 1, height: float) -> tuple[Figure, list[Axes]]:
@@ -270,7 +272,7 @@ def thin_curve(axes: Axes, series: Series, colour: str, label: str | None) -> No
 
 
 def _dots(series: Series) -> str:
-    """Return the style of a plain line, with dots if there are too few points to see it."""
+    """Return a plain line style, with dots if there are too few points to see the line."""
     if len(series.steps) > 12:
         return "-"
     return ".-"
@@ -281,18 +283,18 @@ def binary_number(value: float) -> str:
     for size, unit in ((2**20, "M"), (2**10, "K")):
         if value >= size:
             return f"{value / size:g}{unit}"
-    # matplotlib also asks for ticks outside of the axis.
+    # matplotlib also requests labels for ticks outside the axis.
     if value < 1:
         return ""
     return f"{value:g}"
 
 
 def finish(axes: Axes, xlabel: str, ylabel: str, scale_by: Series | None) -> None:
-    """Label the axes, with integer steps below; ``scale_by`` decides if the other axis is logarithmic."""
+    """Label the axes, with integer steps below; ``scale_by`` decides whether the y-axis is logarithmic."""
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.margins(x=0.015)
-    # Widen the range of a run of one step, which would have zero width.
+    # A run with one step has zero width: widen the range.
     low, high = axes.get_xlim()
     if high - low < 2:
         axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
@@ -303,7 +305,7 @@ def finish(axes: Axes, xlabel: str, ylabel: str, scale_by: Series | None) -> Non
 
 
 def _log_if_spiky(axes: Axes, series: Series) -> None:
-    """Use a log axis if one spike would flatten the rest on a linear one."""
+    """Use a log axis if one spike would flatten all other values on a linear one."""
     known = series.values[np.isfinite(series.values)]
     if len(known) and known.min() > 0 and known.max() > 20 * np.median(known):
         axes.set_yscale("log")
@@ -311,7 +313,7 @@ def _log_if_spiky(axes: Axes, series: Series) -> None:
 
 
 def _mark_steps(axes: Axes, steps: Sequence[float] | np.ndarray, *, color: str, linestyle: str, label: Any) -> None:
-    """Draw vertical lines at these steps, with a single entry in the legend."""
+    """Draw vertical lines at these steps, with a single legend entry."""
     for step in steps:
         axes.axvline(step, color=color, linestyle=linestyle, linewidth=1.3, label=label)
         label = None
@@ -322,21 +324,21 @@ def to_svg(figure: Figure, name: str) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
-    # Inline SVG has no XML header. Without date and version the same numbers give the same bytes.
+    # Inline SVG has no XML header. Without date and version, equal numbers give equal bytes.
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Without a size it takes the width of the page; its viewBox keeps the proportions.
+    # Without a size it fills the page's width; its viewBox keeps the proportions.
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     # matplotlib uses the same ids in each figure, but ids must be unique on a page.
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    # A function: in a template a name that begins with a digit would be parsed as part of the group's number.
+    # A function: in a template, a name that starts with a digit would be parsed as part of the group number.
     svg = re.sub(r'url\(#|href="#', lambda found: f"{found[0]}{name}-", svg)
     return svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")
 
 
 def standalone(svg: str) -> str:
-    """Return an SVG of ``to_svg`` as a separate file: dark on white, since there is no page to take colours from."""
+    """Convert an SVG from ``to_svg`` to a separate file, dark on white: there is no page to take colours from."""
     svg = svg.replace("currentColor", "#1c2128").replace("var(--grid)", "#e6e9ed")
     # A viewer without a page shows its own background, which may be dark.
     return re.sub(r"(<svg[^>]*?)>", r'\1 style="background: #fff">', svg, count=1)

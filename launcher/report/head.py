@@ -1,4 +1,4 @@
-"""Head of a report: progress of the run, its key figures, and remarks to read before trusting its curves."""
+"""Report head: the run's progress, key metrics, and remarks to read before trusting its curves."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from launcher.wording import plural
 from longctx.errors import DataError
 
 _RECENT_STEPS = 20
-"""Steps that the figure of the recent training loss averages."""
+"""Steps averaged for the recent training loss."""
 _PACE_STEPS = 100
-"""Latest steps whose pace the time left is reckoned from."""
+"""Latest steps from which the remaining time is estimated."""
 
 
 def progress(run: Run) -> float | None:
@@ -44,6 +44,7 @@ def state(run: Run) -> str:
     if last >= total:
         return f"finished: {last:,} steps"
     left = seconds_left(run)
+    # The report may be read long after the run was logged, so the time left is as of then.
     text = f"at step {last:,} of {total:,}"
     if left is None:
         return text
@@ -51,11 +52,11 @@ def state(run: Run) -> str:
 
 
 def seconds_left(run: Run) -> float | None:
-    """Return seconds until the last step at the pace of the latest steps, validations and checkpoints included."""
+    """Estimate seconds until the last step from the latest steps, including validations and checkpoints."""
     if run.total_steps is None or not run.train:
         return None
     latest = run.train[-_PACE_STEPS:]
-    # A resume pauses between two steps: only steps since the newest one show the pace.
+    # A resume pauses between two steps: use only steps after the latest one.
     resumed = max(run.resumed_steps, default=0)
     latest = [record for record in latest if record["step"] > resumed]
     _, ends = _moments(latest)
@@ -66,7 +67,7 @@ def seconds_left(run: Run) -> float | None:
 
 
 def key_figures(run: Run) -> list[Figure]:
-    """Return the most important figures; those without data are left out."""
+    """Return the most important metrics, without those that have no data."""
     return _loss_figures(run) + _speed_figures(run)
 
 
@@ -87,12 +88,13 @@ def _loss_figures(run: Run) -> list[Figure]:
         found.append(
             Figure(label="Validation loss", value=number(loss), note=f"nats a token, at step {last['step']:,}")
         )
+        # A diverged loss has no perplexity.
         if loss is not None and math.isfinite(loss):
             found.append(Figure(label="Perplexity", value=perplexity(loss), note="e to the validation loss"))
         if last.get("bits_per_byte") is not None:
             note = "of text, the same measure for any tokenizer"
             found.append(Figure(label="Bits a byte", value=number(last["bits_per_byte"]), note=note))
-        # The entropy puts the loss in relation: a model without any context would reach it.
+        # The entropy puts the loss into perspective: a model without any context would reach it.
         if loss is not None and entropy is not None:
             note = "of predicting by frequency alone"
             found.append(Figure(label="Unigram entropy", value=number(entropy), note=note))
@@ -104,7 +106,7 @@ def _loss_figures(run: Run) -> list[Figure]:
 
 
 def _speed_figures(run: Run) -> list[Figure]:
-    """Return tokens, speed, time and memory; medians, since the first steps of a process compile and warm up."""
+    """Return tokens, speed, time and memory; medians, because a process compiles and warms up in its first steps."""
     found = []
     if run.train and run.train[-1].get("tokens") is not None:
         tokens = run.train[-1]["tokens"]
@@ -115,6 +117,7 @@ def _speed_figures(run: Run) -> list[Figure]:
     work = known(run.train, "model_tflops")
     if work:
         unit, rate = "TFLOP/s", median(work)
+        # A CPU run would show as 0.00.
         if rate < 0.1:
             unit, rate = "GFLOP/s", rate * 1000
         found.append(Figure(label=unit, value=f"{rate:.3g}", note="model FLOPs, a device, median"))
@@ -131,13 +134,14 @@ def _speed_figures(run: Run) -> list[Figure]:
         note = f"of {duration(run.goodput.wall - trained['paused'])}, {plural(len(run.goodput.attempts), 'attempt')}"
         found.append(Figure(label="Effective training time", value=f"{share:.1%}", note=note))
     memory = max(known(run.train, "max_memory_bytes"), default=0)
+    # A device that cannot report its peak memory logs 0.
     if memory:
         found.append(Figure(label="Peak memory", value=f"{memory / 2**30:.1f} GiB", note="of rank 0"))
     return found
 
 
 def _moments(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """Return the start and end of each record's work in seconds since 1970; a record is written after its step."""
+    """Return each record's start and end in seconds since 1970; a record is written after its step."""
     ends, starts = [], []
     for record in records:
         if "time" not in record:
@@ -149,7 +153,7 @@ def _moments(records: Sequence[Record]) -> tuple[list[float], list[float]]:
                 f"{METRICS_FILE}, step {record['step']}: time={record['time']!r} is no ISO time."
             ) from error
         ends.append(end)
-        # A validation has no duration of its own: it takes place between two steps.
+        # A validation records no duration: it takes place between two steps.
         starts.append(end - (record.get("step_seconds") or 0.0))
     return starts, ends
 
@@ -181,6 +185,7 @@ def remarks(run: Run) -> list[str]:
         found.append(
             f"Without a token for {DEAD_AFTER_STEPS} steps or more: {plural(len(dead), 'expert')}, named below."
         )
+    # Thinned curves hide single spikes, so the reader must know.
     if len(run.train) > figures.MAX_POINTS:
         size = math.ceil(len(run.train) / figures.MAX_POINTS)
         found.append(f"Each point of a curve is the mean of {size} steps.")

@@ -1,4 +1,4 @@
-"""A self-contained page: its sections, the templates for them, and writing it."""
+"""Self-contained page: its sections, their templates, and writing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longctx.files import replaced_file
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One key figure: its name, its value, and a line that explains it."""
+    """Key metric: name, value and a line of explanation."""
 
     label: str
     value: str
@@ -29,12 +29,12 @@ class Table:
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     has_text: bool = False
-    """Whether the last column is text whose lines and spaces are shown as they are."""
+    """True if the last column is text that keeps its lines and spaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One section of the page: a picture or a table with a caption, or only a caption explaining their absence."""
+    """Page section: a plot or table with a caption, or only a caption that explains their absence."""
 
     title: str
     caption: str
@@ -52,7 +52,7 @@ def render_page(
     figures: Sequence[Figure] = (),
     remarks: Sequence[str] = (),
 ) -> str:
-    """Return the page of a run, of an evaluation or of several; ``progress`` is a share, None to show none."""
+    """Return the page for one run, one evaluation or several; ``progress`` is a share, None to hide it."""
     return fill_template(
         "report.html",
         name=name,
@@ -66,13 +66,14 @@ def render_page(
 
 
 def fill_template(template: str, /, **values: Any) -> str:
-    """Fill one of our templates, named by its file, with these values."""
+    """Fill the template file ``template`` with these values."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         # Names and texts come from the user; only our own SVG is Markup.
         autoescape=True,
-        # A misspelt name in the template is an error, not an empty space.
+        # A misspelt name in a template raises an error instead of leaving a gap.
         undefined=jinja2.StrictUndefined,
+        # Template lines without text leave no blank lines in the page.
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -80,10 +81,11 @@ def fill_template(template: str, /, **values: Any) -> str:
 
 
 def write_page(make: Callable[[], str], path: Path, name: str) -> Path:
-    """Write a page and return its path; if ``path`` is a folder, the page gets this name in it."""
+    """Write a page and return its path; if ``path`` is a folder, write it there as ``name``."""
     if path.is_dir():
         path = path / name
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Replace the old page only after the new one is complete: a failed report keeps the old one.
     with replaced_file(path) as temporary:
         temporary.write_text(make(), encoding="utf-8")
     return path

@@ -1,7 +1,7 @@
-"""Write a run folder as one self-contained ``report.html``, to read, keep or send.
+"""Run report: a run folder as one self-contained ``report.html``, to read, keep or send.
 
-No server, no network, no script: the pictures are inline SVG. All content comes from the run folder's files, so a
-report can be made at any time, even while the run goes on.
+No server, no network, no script: plots are inline SVG. All content comes from files in the run folder, so a report can
+be made at any time, even during the run.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from launcher.wording import first_names, plural
 REPORT_FILE = "report.html"
 
 MAX_VALIDATIONS = 12
-"""Most rows of the table of validations; of more, the first, the last and some between are shown."""
+"""Maximum rows in the validation table; a longer list shows the first, the last and some between."""
 MAX_SAMPLES = 6
-"""The same of sample texts."""
+"""Maximum sample texts, selected in the same way."""
 
 
 def write_report(run_folder: Path | str, output: Path | str | None = None) -> Path:
-    """Write the report of a run folder and return its path (``report.html`` in the folder unless ``output`` is given).
+    """Write a run folder's report and return its path (``report.html`` in the folder unless ``output`` is given).
 
-    Raise DataError if it is not a run folder or one of its files is damaged. An older report is replaced atomically.
+    Raise DataError if it is not a run folder or a file in it is damaged. An older report is replaced atomically.
     """
     folder = Path(run_folder)
     run = load_run(folder)
@@ -42,7 +42,7 @@ def write_report(run_folder: Path | str, output: Path | str | None = None) -> Pa
 
 
 def render(run: Run) -> str:
-    """Return the page of a run as text."""
+    """Return the run's page as text."""
     return render_page(
         run.name,
         state(run),
@@ -54,11 +54,11 @@ def render(run: Run) -> str:
     )
 
 
-# The sections of the page.
+# Page sections.
 
 
 def sections(run: Run) -> list[Section]:
-    """Return all sections in the order shown; a section without data says so."""
+    """Return all sections in display order; a section without data says so."""
     parts = audit_sections(run.audits)
     parts += [_loss_section(run), *_validation_sections(run), _position_section(run), _speed_section(run)]
     parts += goodput_section(run.goodput) + _expert_sections(run)
@@ -82,7 +82,7 @@ def _loss_section(run: Run) -> Section:
 
 
 def _validation_sections(run: Run) -> list[Section]:
-    """Return a table of validations, and their sample texts."""
+    """Return a validation table and sample texts."""
     parts = []
     if run.validations:
         rows = [_validation_row(record, run) for record in spread(run.validations, MAX_VALIDATIONS)]
@@ -91,6 +91,7 @@ def _validation_sections(run: Run) -> list[Section]:
         parts.append(Section(title="Validations", caption="Loss in nats a token.", table=table))
     sampled = [record for record in run.validations if record.get("sample")]
     if sampled:
+        # An empty prompt is not shown.
         caption = "Greedy, by the weights of that step."
         prompt = sampled[-1]["sample"]["prompt"]
         if prompt:
@@ -102,7 +103,7 @@ def _validation_sections(run: Run) -> list[Section]:
 
 
 def _validation_row(record: Record, run: Run) -> tuple[str, ...]:
-    """Return the row of one validation; unknown values are dashes."""
+    """Return one validation's row; unknown values are dashes."""
     loss, entropy, tokens = record["loss"], record.get("unigram_entropy"), run.tokens_at(record["step"])
     cells = ["–", "–", "–"]
     if tokens is not None:
@@ -115,7 +116,7 @@ def _validation_row(record: Record, run: Run) -> tuple[str, ...]:
 
 
 def spread(records: Sequence[Record], most: int) -> list[Record]:
-    """Return at most ``most`` records: the first, the last, and others evenly spaced between them."""
+    """Return at most ``most`` records: first, last, and others evenly spaced between them."""
     if len(records) <= most:
         return list(records)
     return [records[round(index * (len(records) - 1) / (most - 1))] for index in range(most)]
@@ -128,7 +129,7 @@ def _position_section(run: Run) -> Section:
         return Section(title=title, caption="No validation has been run yet.")
     if not measured:
         return Section(title=title, caption="The validations did not record it.")
-    # With one validation there is no progress to draw.
+    # A single validation shows no progress to draw.
     first = None
     if len(measured) > 1:
         first = measured[0]
@@ -153,7 +154,7 @@ def _speed_section(run: Run) -> Section:
 
 
 def goodput_section(goodput: Goodput) -> list[Section]:
-    """Return a table of seconds by kind; none for a run without a timeline."""
+    """Return a table with seconds by kind; empty for a run without a timeline."""
     seconds = goodput.seconds()
     share = effective_share(seconds)
     if share is None:
@@ -170,6 +171,7 @@ def goodput_section(goodput: Goodput) -> list[Section]:
         )
     rows = []
     for kind, meaning in KINDS.items():
+        # Shares exclude pauses, as the effective training time does.
         of_counted = "–" if kind == "paused" else f"{seconds[kind] / counted:.2%}"
         if seconds[kind] > 0:
             rows.append((kind.replace("_", " "), duration(seconds[kind]), of_counted, meaning))
@@ -178,7 +180,7 @@ def goodput_section(goodput: Goodput) -> list[Section]:
 
 
 def _expert_sections(run: Run) -> list[Section]:
-    """Return load over time, load by layer, and the router's figures if they were logged."""
+    """Return load over time, load by layer, and router statistics if logged."""
     routed = experts.routed_records(run.train)
     if not run.train:
         return [Section(title="Expert load", caption="No step has been logged yet.")]
@@ -204,6 +206,7 @@ def _expert_sections(run: Run) -> list[Section]:
         caption=dead_caption(experts.dead_experts(routed)),
         picture=Markup(experts.map_figure(routed)),
     )
+    # Runs from earlier releases have no router statistics.
     curves = experts.balance_figure(routed)
     if curves is None:
         return [over_time, by_layer]

@@ -1,4 +1,4 @@
-"""Read a run folder's files for the report."""
+"""Run folder reader for the report."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from longctx.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Contents of a run folder's files, read once."""
+    """Contents of a run folder, read once."""
 
     name: str
     records: list[Record]
     config: dict[str, Any]
     num_discarded: int
-    """Lines of ``metrics.discarded.jsonl``."""
+    """Line count of ``metrics.discarded.jsonl``."""
     audits: list[Record] = field(default_factory=list)
-    """Events of wrong numbers, also of steps that were taken again."""
+    """Wrong-number events, including those in repeated steps."""
     goodput: Goodput = field(default_factory=lambda: Goodput(attempts=()))
-    """Where its seconds went; without attempts in a run that has kept no timeline."""
+    """Account of its seconds; without attempts if the run kept no timeline."""
     evaluations: list[Evaluation] = field(default_factory=list)
-    """Those whose folders are in the run's."""
+    """Evaluations in folders inside the run folder."""
     unread_evaluations: list[str] = field(default_factory=list)
-    """Why others cannot be read."""
+    """Error messages for evaluations that cannot be read."""
 
     @cached_property
     def train(self) -> list[Record]:
-        """Records of the steps."""
+        """Train records, by step."""
         return self.of_kind("train")
 
     @cached_property
     def validations(self) -> list[Record]:
-        """Records of the validations."""
+        """Validation records, by step."""
         return self.of_kind("validation")
 
     def of_kind(self, kind: str) -> list[Record]:
-        """Return the records of one kind, by step."""
+        """Return records of one kind, by step."""
         return sorted((record for record in self.records if record["kind"] == kind), key=lambda record: record["step"])
 
     @property
@@ -64,9 +64,9 @@ class Run:
 
     @property
     def total_steps(self) -> int | None:
-        """``train.steps`` of the resolved config."""
+        """``train.steps`` in the resolved config."""
         steps = self.config.get("train", {}).get("steps")
-        # The file may have been edited by hand; a report of it is still useful.
+        # The file may have been edited by hand; its report is still useful.
         if not isinstance(steps, int):
             return None
         return steps
@@ -88,6 +88,7 @@ def load_run(folder: Path) -> Run:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{folder / CONFIG_FILE}: not TOML: {error}") from error
     num_discarded = 0
+    # Count newlines only: this file may contain lines that a kill cut short.
     if (folder / DISCARDED_FILE).is_file():
         num_discarded = (folder / DISCARDED_FILE).read_bytes().count(b"\n")
     evaluations, unread = load_evaluations(folder)

@@ -1,4 +1,4 @@
-"""Figures and values as text."""
+"""Metrics and values as text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from launcher.metrics.record import Record
 
 
 def duration(seconds: float) -> str:
-    """Format a duration with two units at most: ``42 s``, ``3 min 20 s``, ``5 h 12 min``, ``2 d 4 h``."""
+    """Format a duration with at most two units: ``42 s``, ``3 min 20 s``, ``5 h 12 min``, ``2 d 4 h``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
+    # Round once, before splitting: 59.7 s becomes 1 min 0 s, not 60 s.
     whole = round(seconds)
     for size, unit, smaller_size, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:
@@ -21,21 +22,23 @@ def duration(seconds: float) -> str:
 
 
 def perplexity(loss: float) -> str:
-    """Format e to the loss with four digits; ``inf`` beyond the range of a float."""
+    """Format e^loss with four digits; ``inf`` beyond the float range."""
+    # math.exp overflows just above 709.
     if loss > 700:
         return "inf"
     return f"{math.exp(loss):.4g}"
 
 
 def number(value: float | None) -> str:
-    """Format four decimals; a dash if the value is unknown."""
+    """Format with four decimals; a dash if unknown."""
     if value is None:
         return "–"
     return f"{value:.4f}"
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the finite values; None if there are none."""
+    """Return the mean over finite values; None if there are no such values."""
+    # One diverged step must not turn the mean into NaN.
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
@@ -43,6 +46,6 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def known(records: Sequence[Record], key: str) -> list[float]:
-    """Return the finite values of a key, so that one broken step does not hide the figures of the others."""
+    """Return a key's finite values, so that one broken step does not hide the others' metrics."""
     values = (record.get(key) for record in records)
     return [value for value in values if value is not None and math.isfinite(value)]

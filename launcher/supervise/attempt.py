@@ -1,4 +1,4 @@
-"""One attempt: how the command ended, and after how long."""
+"""One attempt: the command's exit code and duration."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from launcher.cluster.sessions import Stop, run_command
 
 @dataclass(frozen=True)
 class Ending:
-    """End of an attempt."""
+    """Result of an attempt."""
 
     code: int
-    """The command's exit code; 128 and the signal's number where one ended it."""
+    """The command's exit code; 128 plus the signal's number if a signal ended it."""
     seconds: float
     left_behind: int
-    """Processes that it had not ended itself, and that were ended in its place."""
+    """Processes that the command left running and that were then ended."""
 
 
 def attempt(words: Sequence[str], stop: Stop) -> Ending:

@@ -34,6 +34,7 @@ class TrainingCommand:
             is_module = word == _MODULE and words[number - 1] == "-m"
             if is_module or PurePath(word).parts[-2:] == PurePath(SCRIPT).parts:
                 return cls(tuple(words[: number + 1]), tuple(words[number + 1 :]))
+            # In our own command, --ranks and --hostfile belong to the starter; all other flags are settings.
             if word in _VERBS and _is_ours(words[:number]):
                 starter, arguments = list(words[: number + 1]), list(words[number + 1 :])
                 for flag in ("--ranks", "--hostfile"):
@@ -53,9 +54,10 @@ class TrainingCommand:
 
     @property
     def started(self) -> list[str]:
-        """Command line to start: if a rank fails, DeepSpeed's launcher shows its last rank's arguments.
+        """Command line to start, with the same arguments on all ranks.
 
-        Without ``--local_rank``, which our script does not read, those arguments are the same for all ranks.
+        If a rank fails, DeepSpeed's launcher prints its last rank's arguments, so ``--local_rank``, which our script
+        does not read, is left out.
         """
         if PurePath(self.starter[0]).name != _DEEPSPEED or _NO_LOCAL_RANK in self.starter:
             return self.words
@@ -68,7 +70,7 @@ class TrainingCommand:
 
     @property
     def hostfile(self) -> Path | None:
-        """Hostfile of a line that starts with ``deepspeed``; None if it selects hosts from it by a filter."""
+        """Hostfile among the starter's flags; None if unset, or if a filter selects hosts from it."""
         if any(word.partition("=")[0] in FILTERS for word in self.starter):
             return None
         value = flag_value(self.starter, _HOSTFILE)
@@ -76,6 +78,7 @@ class TrainingCommand:
 
     def resuming(self, resume: str | None) -> TrainingCommand:
         """Return the command with another ``--run.resume``, or without it."""
+        # Replace an earlier value: the restart's resume point takes precedence over the user's.
         arguments, _ = take_flag(list(self.arguments), "--run.resume")
         if resume is not None:
             arguments += ["--run.resume", resume]

@@ -1,4 +1,4 @@
-"""Hosts of a run that still answer, and a run on these hosts only."""
+"""A run's hosts that still answer, and a valid run on these hosts only."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from longctx.errors import ConfigError, LongCtxError
 from longctx.files import write_atomically
 
 _AT_ONCE = 64
-"""Connections over ssh at the same time."""
+"""Concurrent ssh connections."""
 _ANSWER_SECONDS = 3 * CONNECT_SECONDS
 
 
 def silent_hosts(slots: Mapping[str, int], *, ask_one: bool = False) -> list[str]:
     """Return hosts that do not answer over ssh without a password.
 
-    None for a single host, which needs no ssh, unless ``ask_one``.
+    A single host needs no ssh, so it is only queried with ``ask_one``.
     """
     hosts = list(slots)
     if len(hosts) == 1 and not ask_one:
@@ -33,13 +33,14 @@ def silent_hosts(slots: Mapping[str, int], *, ask_one: bool = False) -> list[str
 
 
 def suspected_ranks(record: Mapping[str, Any]) -> list[int]:
-    """Return the ranks that an audit's event identifies with certainty."""
+    """Return the ranks that an audit event identifies with certainty."""
+    # A finding with several ranks does not show which of them was wrong.
     named = [finding["ranks"][0] for finding in record["findings"] if len(finding["ranks"]) == 1]
     return sorted(set(named))
 
 
 def hosts_of(ranks: Sequence[int], slots: Mapping[str, int], world_size: int) -> list[str]:
-    """Return the hosts of these ranks by a hostfile's ``slots``; "this machine" if ``slots`` are not this run's.
+    """Map ranks to hosts by a hostfile's ``slots``; return "this machine" if ``slots`` are not this run's.
 
     Ranks are numbered through the hosts, slot by slot.
     """
@@ -52,7 +53,7 @@ def hosts_of(ranks: Sequence[int], slots: Mapping[str, int], world_size: int) ->
 def trusted_hosts(
     slots: Mapping[str, int], suspects: Sequence[str], config: RunConfig
 ) -> tuple[dict[str, int], list[str]]:
-    """Return the hosts without suspects, and the excluded suspects; all hosts if the others make no valid run."""
+    """Split the hosts into trusted ones and excluded suspects; trust all if the others form no valid run."""
     left_out = [host for host in slots if host in suspects]
     trusted = {host: count for host, count in slots.items() if host not in left_out}
     # A host that was wrong once is better than no run: an audit will report it again.
@@ -62,7 +63,7 @@ def trusted_hosts(
 
 
 def largest_valid(slots: Mapping[str, int], config: RunConfig) -> dict[str, int]:
-    """Return the first hosts, as many as the run's degrees and tokens per step allow; none if no number does."""
+    """Return the first hosts, as many as the run's degrees and tokens per step allow; empty if no number does."""
     hosts = list(slots.items())
     for count in range(len(hosts), 0, -1):
         # In order: rank 0, which writes the run's files, stays on the first host.
@@ -84,6 +85,7 @@ def write_hostfile(path: Path, slots: Mapping[str, int]) -> None:
 def _answers(host: str) -> bool:
     try:
         done = subprocess.run(
+            # ``true`` has no effect: it only shows that a login without a password works.
             ssh_command(host, "true"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Repeated attempts, until the run is done, hopeless, stopped, or out of retries."""
+"""Restart attempts until the run is done, hopeless, stopped, or out of retries."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ from longctx.errors import DataError
 log = logging.getLogger(__name__)
 
 RESTARTS_FILE = "restarts.jsonl"
-"""A line for each attempt that failed."""
+"""One line per failed attempt."""
 HOSTFILE = "hostfile.restart"
-"""In the run's folder: the hosts of an attempt on fewer of them."""
+"""File in the run's folder: the hosts for an attempt on fewer hosts."""
 
 
+# Each iteration chooses a command line (resume point, hosts), runs it, reads the outcome from the run's folder and asks
+# the restart policy. The exit code alone is not enough: DeepSpeed's runner also returns 0 for a killed launcher.
 @dataclass(frozen=True)
 class Supervised:
     """A run under supervision."""
@@ -47,11 +49,11 @@ class Supervised:
     config: RunConfig
     judge: Judge
     tell: Callable[[str], None]
-    """Says a line to the user."""
+    """Prints a line to the user."""
 
     @classmethod
     def of(cls, command: TrainingCommand, patience: Patience, tell: Callable[[str], None]) -> Supervised:
-        """Build from a command; raise ConfigError if its settings are not those of a valid run."""
+        """Build from a command; raise ConfigError if its settings do not form a valid run."""
         config = load_run_config(list(command.arguments))
         return cls(command, config, Judge(patience, config.last_step, config.checkpoint.every_steps > 0), tell)
 
@@ -61,19 +63,20 @@ class Supervised:
         return Path(self.config.run.output_dir)
 
     def run(self) -> int:
-        """Start the command until it is done; return the exit code of the last attempt."""
+        """Start the command until it is done; return the last attempt's exit code."""
         stop, judge = Stop(), self.judge
         with stop.listening():
             while True:
                 line = self._line(stop)
                 if line is None:
                     return INTERRUPTED
+                # Read before the attempt, to tell a new event from one that an earlier attempt left.
                 earlier = last_event(self.folder)
                 ending = attempt(line.started, stop)
                 if ending.left_behind:
                     self.tell(f"longctx run: ended {ending.left_behind} processes that the launcher had left behind.")
                 if stop.signal is not None:
-                    # The user asked for the end, and needs no explanation.
+                    # The user requested the end and needs no explanation.
                     return ending.code
                 verdict = judge.verdict(ending, self._state(earlier, line))
                 if verdict is None:
@@ -104,15 +107,15 @@ class Supervised:
         return newest_checkpoint(self.folder)
 
     def _line(self, stop: Stop) -> TrainingCommand | None:
-        """Return the command of the next attempt; None if stopped while waiting for hosts."""
+        """Return the next attempt's command; None if stopped while waiting for hosts."""
         line, is_first = self.command, not self.judge.attempts
         if is_first:
-            # The same command line begins and resumes a run, so that a scheduler can start the job again.
+            # The same command line starts and resumes a run, so that a scheduler can start the job again.
             begun = self._saved is not None or last_step(self.folder) is not None
             if self.config.run.resume in ("latest", "newest-good") and not begun and not self._is_in_store():
                 line = begun_anew(line, self.config)
             return line
-        # "auto" handles all of this itself. A checkpoint of another run stays until this run has one.
+        # "auto" handles all of this itself. A checkpoint path from another run stays until this run has a checkpoint.
         if self.config.run.resume != AUTO and (self._saved is not None or self._is_in_store()):
             line = line.resuming("newest-good")
         elif self.config.run.resume in ("no", "latest", "newest-good"):
@@ -126,7 +129,7 @@ class Supervised:
         return has_checkpoint(self.config.checkpoint.store, self.tell)
 
     def _on_answering(self, line: TrainingCommand, slots: dict[str, int], stop: Stop) -> TrainingCommand | None:
-        """Return the command on the hosts that answer; wait if they are too few."""
+        """Return the command on the hosts that answer; wait while they are too few."""
         slots, suspects = trusted_hosts(slots, self.judge.suspects, self.config)
         questions = 0
         while (silent := silent_hosts(slots)) or suspects:
@@ -143,7 +146,7 @@ class Supervised:
                 self.tell(f"{gone}. Going on with {len(chosen)} of {all_hosts} hosts, {ranks} ranks.")
                 return line.on_hosts(self.folder / HOSTFILE)
             questions += 1
-            # At least a second: with --wait-seconds 0 it would ask without a pause.
+            # At least a second: with --wait-seconds 0 it would poll without a pause.
             seconds = max(self.judge.patience.wait(questions), 1.0)
             self.tell(
                 f"{gone}, and the others make no valid run (degrees, train.tokens_per_step). Asking again in "
@@ -154,7 +157,7 @@ class Supervised:
         return line
 
     def _announce(self, ending: Ending, seconds: float) -> None:
-        """Report the end of the attempt and the next action."""
+        """Report the attempt's end and the next action."""
         what = "There is no checkpoint yet: beginning anew"
         if self._saved is not None or self._is_in_store():
             what = "Going on from the newest good checkpoint"
@@ -165,14 +168,14 @@ class Supervised:
         )
 
     def _advice(self) -> str:
-        """Return the location of the logs, and the command to go on with after fixing the problem."""
+        """Return the log location, and the command to continue with after fixing the problem."""
         advice = f"What it said is above and in {self.folder / 'logs'}."
         if self._saved is not None:
             advice += f"\nGo on with: {self.command.resuming('newest-good')}"
         return advice
 
     def _record(self, ending: Ending, verdict: str) -> None:
-        """Add a line to the run's folder, if it exists."""
+        """Append a record to the restarts file, if the run's folder exists."""
         if not self.folder.is_dir():
             return
         values: dict[str, Any] = {
@@ -188,12 +191,12 @@ class Supervised:
             with (self.folder / RESTARTS_FILE).open("a") as file:
                 file.write(json.dumps(values) + "\n")
         except OSError as error:
-            # A full disk may be the reason why the attempt failed; the next attempt will report it.
+            # A full disk may be the reason for the failed attempt; the next attempt will report it.
             log.warning("%s cannot be written: %s", self.folder / RESTARTS_FILE, error)
 
 
 def begun_anew(line: TrainingCommand, config: RunConfig) -> TrainingCommand:
-    """Return the command line for a new run, ignoring any checkpoint that the line or its file names."""
+    """Return the command line for a new run, ignoring any checkpoint named in the line or its config."""
     # Without the flag, the file's setting applies.
     if line.resume is None and config.run.resume != "no":
         return line.resuming("no")
@@ -201,10 +204,10 @@ def begun_anew(line: TrainingCommand, config: RunConfig) -> TrainingCommand:
 
 
 def has_checkpoint(store: str, tell: Callable[[str], None]) -> bool:
-    """Return True if the run's store has a checkpoint: the folder's disk may be lost. False for ""."""
+    """Return True if the run's store has a checkpoint, even if the folder's disk is lost. False without a store."""
     try:
         return bool(store) and bool(store_at(store).committed())
     except DataError as error:
-        # The next start will report it too, and refuse to begin a new run with a store that cannot be read.
+        # The next start will report it too, and refuses to begin a new run if the store is unreadable.
         tell(f"longctx run: checkpoint.store: {error}")
         return False

@@ -1,4 +1,4 @@
-"""Verdict on an attempt's end: the run is done, another attempt is worthwhile, or it would not help."""
+"""Decision after an attempt: the run is done, another attempt is worthwhile, or it would not help."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from launcher.cluster.stopping import LAUNCHER
 from launcher.supervise.attempt import Ending
 
 AGAIN = "again"
-"""The verdict of an attempt that another one is to follow."""
+"""Verdict for an attempt that another one should follow."""
 _SIGNALS = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
-"""Exit codes of who has ended by a signal that asks for an end."""
+"""Exit codes after a signal that requests an end."""
 _MOST_WAIT_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """Limits on further attempts."""
+    """Limits on restarts."""
 
     retries: int
     """Attempts after the first one."""
     wait_seconds: float
-    """Before the first of them; twice as long before each further one, up to five minutes, until the run advances."""
+    """Pause before the first restart, doubled before each further one, up to five minutes, until the run advances."""
 
     def wait(self, failures: int) -> float:
         """Return the seconds to wait after this many consecutive failures without progress."""
@@ -33,51 +33,54 @@ class Patience:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """State of the run's folder after an attempt has ended."""
+    """The run folder's state after an attempt."""
 
     step: int | None
-    """The last one that was recorded; None where there is none yet."""
+    """Last recorded step; None if there is none yet."""
     saved: int | None
-    """That of the newest checkpoint; None without one."""
+    """The newest checkpoint's step; None without one."""
     stopped: str | None = None
-    """Why the attempt stopped with a checkpoint before its end; None where it did not."""
+    """Why the attempt stopped early with a checkpoint; None if it did not."""
     wrong: Sequence[str] = ()
-    """The hosts that computed a wrong number, which ended the attempt (``run.audit_every``)."""
+    """Hosts that computed a wrong number, which ended the attempt (``run.audit_every``)."""
 
 
+# A restart helps against transient failures only. Two failures in a row at the same step count as deterministic (bad
+# data, a bug, too little memory). Usage errors and stop requests are final. A host with one wrong number is excluded
+# from later attempts, and a second one from the same host ends the run.
 @dataclass
 class Judge:
-    """Judge of consecutive attempts."""
+    """Restart policy over consecutive attempts."""
 
     patience: Patience
     last_step: int
-    """The step that the run ends at."""
+    """The run's last step."""
     saves: bool
-    """Whether it writes checkpoints."""
+    """True if the run writes checkpoints."""
     attempts: int = 0
     failures: int = 0
-    """In a row, without an advance between them."""
+    """Consecutive failures without progress between them."""
     reached: int | None = field(default=None, init=False)
-    """The step of the last failure; None where that made none."""
+    """Step at the last failure; None if it came before any step."""
     suspects: list[str] = field(default_factory=list, init=False)
     """Hosts that computed a wrong number in an attempt."""
 
     def verdict(self, ending: Ending, state: State) -> str | None:
-        """Return None if the run is done, ``AGAIN``, or the reason in words why it ends here."""
+        """Return None if the run is done, ``AGAIN``, or the reason why it ends here."""
         self.attempts += 1
         if ending.code == DONE and self._is_done(ending, state):
             return None
         is_the_same = self.failures > 0 and state.step == self.reached
         self.reached = state.step
         if not is_the_same:
-            # It got further than before, or less far: either way this step is not the one that failed before.
+            # The run got further than before, or less far: either way, this is another failure than the last one.
             self.failures = 0
         self.failures += 1
         if ending.code == WRONG_USAGE:
             return "exit code 2 is a mistake in the command or its settings: to start it again would not help."
         if ending.code == INTERRUPTED:
             return "somebody interrupted the training (exit code 130): it is not started again."
-        # A lost launcher is not a requested stop, though its ranks saved before they ended.
+        # A lost launcher is no requested stop, although its ranks saved before they ended.
         if state.stopped is not None and state.stopped != LAUNCHER:
             return f"the training was asked to stop, and has saved {self.where()}: it is not started again."
         if ending.code in _SIGNALS:
@@ -101,7 +104,7 @@ class Judge:
         return AGAIN
 
     def where(self) -> str:
-        """Describe the progress of the last attempt in words."""
+        """Describe the last attempt's progress."""
         if self.reached is None:
             return "before its first step"
         return f"behind step {self.reached} of {self.last_step}"

@@ -1,4 +1,4 @@
-"""One step of each kind of rank, traced without a GPU: memory, links, host waits.
+"""One step on each kind of rank, traced without a GPU: memory, links, host waits.
 
 Importing this package does not import torch: a stand-in for the driver must be loaded first.
 """

@@ -1,4 +1,4 @@
-"""Stand-ins for a traced rank's peers: groups that send nothing, and experts chosen evenly."""
+"""Stand-ins for a traced rank's peers: groups that send no data, and balanced expert choices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel.mesh import Mesh
 
 
 def join_world(rank: int, world: World) -> None:
-    """Make this process one of the world's ranks. All of its groups are fake and send nothing."""
+    """Make this process one of the world's ranks, with fake groups that send no data."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world.ranks)
@@ -29,14 +29,14 @@ def join_world(rank: int, world: World) -> None:
     def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
         return real(ranks, backend="fake")
 
-    # This process only traces, and real groups would have no peers.
+    # This process only traces; real groups would have no peers.
     dist.new_group = new_group
-    # The world group is asked for its timeout, but a fake one has none.
+    # New groups take the world group's timeout, but a fake group has none.
     groups.world_timeout = timedelta
 
 
 class EvenRouting(AllToAllDispatcher):
-    """Dispatcher across ranks that assumes each expert is chosen equally often by the tokens of every rank."""
+    """Dispatcher across ranks that assumes balanced load: tokens on every rank choose each expert equally often."""
 
     def __init__(self, mesh: Mesh, config: ModelConfig, waits: HostWaits) -> None:
         super().__init__(mesh, config.num_experts)
@@ -44,14 +44,15 @@ class EvenRouting(AllToAllDispatcher):
         self._waits = waits
 
     def read_sizes(self, counts_2tp2: Tensor, tiles: Sequence[slice]) -> list[DispatchSizes]:
-        """Return the sizes of even routing. In a run the host waits here, since message sizes are unknown before."""
+        """Record the host wait for message sizes, and return the sizes for balanced load."""
+        # A run's host waits here, since it does not know message sizes before.
         self._waits.add("aten::_local_scalar_dense", "the sizes of messages to experts: the host must know them")
         return [self.even_sizes(tile.stop - tile.start) for tile in tiles]
 
     def even_sizes(self, num_tokens: int) -> DispatchSizes:
-        """Return the sizes for a tile of ``num_tokens`` tokens on every rank."""
+        """Return the sizes for a tile with ``num_tokens`` tokens on every rank."""
         ranks, here, k = self.mesh.expert, self.experts_per_rank, self._chosen
-        # A token is sent once to each rank that has any of its experts.
+        # A token is sent once to each rank that has any of its k experts; C(E - e, k) / C(E, k) have none.
         absent = comb(ranks * here - here, k) / comb(ranks * here, k)
         counts = (round(num_tokens * (1 - absent)),) * ranks
         return DispatchSizes(send_counts=counts, recv_counts=counts, num_assignments=num_tokens * k)

@@ -1,4 +1,4 @@
-"""Results of a rank's trace: plain values, which become JSON."""
+"""A rank's trace results: plain values, which become JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.plan.zero import StepBytes
 
 @dataclass(frozen=True)
 class HostWait:
-    """A line of code at which the host waits."""
+    """Code line at which the host waits."""
 
     place: str
     """``file:line``."""
@@ -24,7 +24,7 @@ class HostWait:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkBytes:
-    """Traffic of a rank over one kind of link in a step."""
+    """A rank's traffic over one kind of link in one step."""
 
     what: str
     link: str
@@ -35,7 +35,7 @@ class LinkBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """One step of one rank."""
+    """One rank's traced step."""
 
     rank: int
     bytes: StepBytes
@@ -48,7 +48,7 @@ class RankTrace:
     copied_to_host_bytes: int
     links: list[LinkBytes]
     is_whole: bool
-    """False where the trace ended at a host wait; then its bytes are of the part before."""
+    """False if the trace ended at a host wait; its bytes then cover only the part before."""
     seconds: float
     most_called: list[tuple[str, int]]
 
@@ -60,5 +60,5 @@ class RankTrace:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankTrace:
-        """Build from the values of ``to_json``."""
+        """Build a trace from the values in ``to_json``."""
         return TypeAdapter(cls).validate_python(values)

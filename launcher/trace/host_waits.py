@@ -1,7 +1,7 @@
-"""``HostWaits``: places in a step at which the host waits for the device, by file and line.
+"""``HostWaits``: code lines in a step at which the host waits for the device.
 
-A launch takes microseconds and a kernel milliseconds: the host runs ahead, unless it asks for a value. Then the
-device idles while the host catches up.
+A launch takes microseconds and a kernel milliseconds: the host runs ahead, unless it asks for a value. Then the device
+idles while the host catches up.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_
 
 
 class HostWaits:
-    """Collector of host waits, and of copies from the host without a wait."""
+    """Collector for host waits, and for copies that do not wait."""
 
     def __init__(self, pinned: LiveBytes | None = None) -> None:
-        """Collect waits; ``pinned`` tracks host memory that copies reach without a wait."""
+        """Create a collector; ``pinned`` tracks host memory that copies reach without a wait."""
         self._pinned = pinned
         self._waits: Counter[tuple[str, str, str]] = Counter()
         self._copies: Counter[str] = Counter()
         self.copied_bytes = 0
-        """Bytes that went to the device without a wait."""
+        """Bytes copied to the device without a wait."""
         self.copied_to_host_bytes = 0
-        """Bytes that went to pinned memory without one."""
+        """Bytes copied to pinned host memory without a wait."""
 
     @property
     def found(self) -> list[HostWait]:
-        """All lines with a wait, in the order of their first occurrence."""
+        """All lines with a wait, in order of first occurrence."""
         return [HostWait(place, operator, why, times) for (place, operator, why), times in self._waits.items()]
 
     @property
     def copies(self) -> int:
-        """Number of copies to the device without a wait."""
+        """Number of device copies without a wait."""
         return self._copies.total()
 
     def add(self, operator: str, why: str) -> HostWait:
-        """Record a wait at the line that is running, and return it."""
+        """Record a wait at the running line, and return it."""
+        # Autograd's own gradients run without a frame from our packages.
         place = current_place() or "PyTorch's own backward"
         self._waits[place, operator, why] += 1
         return HostWait(place, operator, why)
@@ -65,10 +66,11 @@ class HostWaits:
         else:
             source = args[0]
             to, non_blocking = kwargs.get("device") or source.device, kwargs.get("non_blocking") or False
-        # No wait within one device, and no copy of an empty tensor.
+        # Copies within one device, and copies of empty tensors, do not wait.
         to = torch.device(to)
         if to.type == source.device.type or not source.numel():
             return
+        # A copy to the host is asynchronous only if its target is pinned.
         if to.type == "cpu" and name == "aten::copy_" and non_blocking and self._is_pinned(args[0]):
             self.copied_to_host_bytes += source.numel() * source.element_size()
         elif to.type == "cpu":
@@ -83,7 +85,7 @@ class HostWaits:
         return self._pinned is not None and self._pinned.holds(tensor)
 
     def _see_index(self, name: str, args: Sequence[Any]) -> None:
-        """Record a wait for an index on the host, which is copied to the device."""
+        """Record a wait for a host index, which is copied to the device."""
         for index in tree_leaves(args[1]):
             if isinstance(index, Tensor) and index.device.type == "cpu" and index.ndim:
                 self.add(name, "an index on the host is copied to the device, and the host waits until it is there")

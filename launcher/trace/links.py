@@ -1,4 +1,4 @@
-"""``Links``: bytes and messages that a rank sends and receives, by purpose and by kind of link."""
+"""``Links``: a rank's bytes and messages, sent and received, by purpose and link."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _NAMES = {
     "broadcast_": "broadcast",
     "barrier": "barrier",
 }
-"""What an operator of torch.distributed is called in the report."""
+"""Names in the report for torch.distributed operators."""
 
 
 @dataclass
 class Traffic:
-    """Bytes and messages of a rank over one kind of link."""
+    """A rank's bytes and messages over one kind of link."""
 
     sent_bytes: float = 0
     received_bytes: float = 0
     messages: int = 0
-    """Messages that it sends: one for each peer of a collective."""
+    """Messages it sends: one for each peer in a collective."""
 
 
 class Links:
-    """Traffic of a step, by (purpose, link)."""
+    """One step's traffic, by (purpose, link)."""
 
     def __init__(self, rank: int, ranks_per_node: int) -> None:
         self.rank, self.ranks_per_node = rank, ranks_per_node
@@ -53,7 +53,7 @@ class Links:
         self._suffixes: dict[str, str] = {}
 
     def name(self, group: ProcessGroup | None, suffix: str) -> None:
-        """Set the purpose of a group's collectives. If a group is named twice, the first name stays."""
+        """Set the purpose shown for a group's collectives; a group keeps its first name."""
         if group is not None:
             self._suffixes.setdefault(group.group_name, suffix)
 
@@ -64,12 +64,12 @@ class Links:
             self._count(name, group, args)
 
     def answered(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
-        """Run a call on the CPU; for a collective, return a result as if all other ranks sent this rank's values."""
+        """Run a call on the CPU; for a collective, return a result as if every rank had sent this rank's values."""
         out = call()
         name, group = _collective(func, args)
         if group is None:
             return out
-        # Absent ranks send nothing: checks of agreement would find that all ranks differ.
+        # Fake peers send no data: checks for agreement would report that all ranks differ.
         if name == "allgather_":
             for outputs, own in zip(args[0], args[1], strict=True):
                 for x in outputs:
@@ -83,7 +83,7 @@ class Links:
         return out
 
     def figures(self) -> list[LinkBytes]:
-        """Return the sums by purpose and link."""
+        """Return traffic by purpose and link."""
         return [
             LinkBytes(
                 what=what,
@@ -96,7 +96,7 @@ class Links:
         ]
 
     def _count(self, name: str, group: ProcessGroup, args: Sequence[Any]) -> None:
-        # Peers are numbered within their group; their node follows from their global rank.
+        # Peers are numbered within their group; the node follows from the global rank.
         ranks = dist.get_process_group_ranks(group)
         what = _NAMES[name]
         if name not in ("send", "recv_") and group.group_name in self._suffixes:
@@ -114,6 +114,7 @@ class Links:
                 self._add(what, peer, sent=sent, received=received, messages=1)
 
     def _add(self, what: str, peer: int, *, sent: float = 0, received: float = 0, messages: int = 0) -> None:
+        # Ranks are numbered node by node.
         link = BETWEEN
         if peer // self.ranks_per_node == self.rank // self.ranks_per_node:
             link = WITHIN
@@ -124,7 +125,8 @@ class Links:
 
 
 def _by_peer(name: str, ranks: Sequence[int], rank: int, args: Sequence[Any]) -> Iterator[tuple[int, float, float]]:
-    """Yield (peer, bytes sent, bytes received) of a collective, as a direct exchange between each pair of ranks."""
+    """Yield (peer, bytes sent, bytes received) for a collective, modelled as a direct exchange between all ranks."""
+    # Bytes equal those in ring algorithms; a message per peer is an upper bound.
     own, others = ranks.index(rank), [n for n, peer in enumerate(ranks) if peer != rank]
     for n in others:
         sent, received = _of_pair(name, args, n, own, len(ranks))
@@ -142,7 +144,7 @@ def _of_pair(name: str, args: Sequence[Any], peer: int, own: int, size: int) -> 
     if name in ("_reduce_scatter_base_", "reduce_scatter_"):
         return _bytes(args[0]), _bytes(args[0])
     if name in ("allreduce_", "allreduce_coalesced_"):
-        # A reduce-scatter and an all-gather.
+        # A ring all-reduce is a reduce-scatter and an all-gather.
         return 2 * _bytes(args[0]) / size, 2 * _bytes(args[0]) / size
     if name == "broadcast_":
         return _bytes(args[0]) / size, _bytes(args[0]) / size
@@ -160,7 +162,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _collective(func: Any, args: Sequence[Any]) -> tuple[str, ProcessGroup | None]:
-    """Return the name and group of a torch.distributed call; no group for any other call."""
+    """Return a torch.distributed call's name and group; other calls have no group."""
     if func.namespace != "c10d":
         return "", None
     group = next((g for g in map(_as_group, args) if g is not None), None)

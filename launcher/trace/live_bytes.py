@@ -1,4 +1,4 @@
-"""``LiveBytes``: live device memory, its peak, and the operator and the line of code at the peak."""
+"""``LiveBytes``: live device memory, its peak, and the operator and code line at the peak."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The folder of the four packages."""
+"""Folder with the four packages."""
 _PACKAGES = tuple(f"{ROOT / name}/" for name in ("longctx", "parallel", "data_pipeline", "launcher"))
 _OTHERS = (f"{Path(__file__).resolve().parent}/", f"{ROOT}/parallel/comm/communicator.py")
-"""Who asks, and who receives for another."""
+"""Skipped callers: the tracer itself, and the communicator, which receives for its caller."""
 
 
 def current_place() -> str:
-    """Return ``file:line`` of the innermost running function of ours; empty if there is none.
+    """Return ``file:line`` for the innermost running function in our packages; empty if there is none.
 
-    None is running while autograd computes one of PyTorch's own gradients.
+    No such function is running while autograd computes one of PyTorch's own gradients.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -32,21 +32,22 @@ def current_place() -> str:
 
 
 class LiveBytes:
-    """Counter of live storages created by operators. A storage that several tensors share counts once."""
+    """Counter for live storages created by operators. A storage that several tensors share counts once."""
 
     def __init__(self, device_type: str = "cuda") -> None:
-        """Count storages on devices of this type."""
+        """Count storages on this device type."""
         self.now = self.peak = 0
         self.peak_operator = ""
-        """The operator whose result made the peak."""
+        """Operator that produced the peak."""
         self.peak_place = ""
-        """Where in our code that was; empty inside of PyTorch's own gradients."""
+        """Code line at the peak; empty inside PyTorch's own gradients."""
         self._device_type = device_type
         self._sizes: dict[int, int] = {}
 
     def ignore(self, *tensors: Tensor) -> None:
-        """Exclude these tensors, which existed before."""
+        """Exclude these existing tensors."""
         for x in tensors:
+            # With size 0, their release does not reduce the live bytes.
             self._sizes[x.untyped_storage()._cdata] = 0
 
     def restart_peak(self) -> None:
@@ -67,10 +68,11 @@ class LiveBytes:
     def _add(self, operator: str, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        # A view, or a result written into known memory.
+        # A view, or a result written into known memory, adds no bytes.
         if key in self._sizes:
             return
-        # Python keeps one storage object for as long as the storage lives, so its end is the end of the memory.
+        # Python keeps one storage object for as long as the storage lives, so its finalizer marks the end of the
+        # memory.
         self._sizes[key] = storage.nbytes()
         weakref.finalize(storage, self._gone, key)
         self.now += storage.nbytes()

@@ -1,7 +1,7 @@
-"""``Recorder``: sees every operator of a step whose device tensors have no data.
+"""``Recorder``: intercepts every operator in a step with device tensors that have no data.
 
-CPU values (batches, schedules, slices) are computed as in a run; tensors on the GPU, and those in host memory pinned to
-hold them for backward, only have shape, dtype and device.
+CPU values (batches, schedules, slices) are computed as in a run. GPU tensors, and pinned host tensors that hold them
+for backward, only have shape, dtype and device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from longctx.kernels.traced_loops import times
 
 
 class StoppedAtWaitError(Exception):
-    """Error raised if the step asks for a device value, which a trace does not have."""
+    """Raised if the step asks for a device value, which a trace does not have."""
 
     def __init__(self, wait: HostWait) -> None:
         super().__init__(f"{wait.place}: {wait.operator}: {wait.why}")
@@ -38,22 +38,23 @@ class StoppedAtWaitError(Exception):
 
 
 class Recorder(TorchDispatchMode):
-    """Mode that counts operators, live bytes, host waits and traffic. Used on top of a ``FakeTensorMode``."""
+    """Dispatch mode that counts operators, live bytes, host waits and traffic. Used on top of a ``FakeTensorMode``."""
 
     def __init__(self, links: Links) -> None:
         super().__init__()
         self.live, self.links = LiveBytes(), links
         self.pinned = LiveBytes("cpu")
-        """Host memory that the step moves tensors to; it has no data either."""
+        """Pinned host memory to which the step moves tensors; it has no data either."""
         self.waits = HostWaits(self.pinned)
         self.operators: Counter[str] = Counter()
-        """Calls of each operator on the device."""
+        """Calls per device operator."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # First, because collectives on CPU tensors are traffic too.
         self.links.see(func, args)
         if not _is_of_device(args, kwargs):
-            # Schedules and slices are values that the host computes with: they must be real.
+            # The host computes with schedules and slices, so they must be real.
             with unset_fake_temporarily():
                 return self.links.answered(func, args, kwargs, lambda: func(*args, **kwargs))
         self.waits.see(func, args, kwargs)
@@ -64,6 +65,7 @@ class Recorder(TorchDispatchMode):
             raise StoppedAtWaitError(wait) from error
         # Querying a tensor's device launches no kernel.
         if func is not torch.ops.prim.device.default:
+            # A loop with identical steps is traced once for many.
             self.operators[func.name()] += times()
         self.live.see(func.name(), out, inside=_workspace(func.name(), args))
         if kwargs.get("pin_memory"):
@@ -84,7 +86,7 @@ def _workspace(operator: str, args: Sequence[Any]) -> int:
 
 
 def _call(shapes: Sequence[Sequence[int]], num_sequences: int, itemsize: int) -> BackwardCall:
-    """Return the call for queries, keys and values of these shapes: rows, heads, head size."""
+    """Build the call from the shapes of queries, keys and values: rows, heads, head size."""
     (num_queries, num_heads, head_dim), (num_keys, num_kv_heads, _), (_, _, value_dim) = shapes
     return BackwardCall(
         num_queries=num_queries,

@@ -1,4 +1,4 @@
-"""A trace as text: one screen per question, saying which figures are traced and which are arithmetic."""
+"""A trace as text: one screen per question, separating traced values from arithmetic."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def heading(run: RunTrace) -> str:
 
 
 def memory_rows(run: RunTrace, planned: RunEstimate) -> Rows:
-    """Return bytes by kind, a line per rank, with the peak that the plan computes."""
-    # Most of the peak is one sum: held bytes, and the larger of forward with backward and the optimizer's temporaries.
+    """Return table rows with bytes by kind, one per rank, and the planned peak."""
+    # The peak is one sum: bytes held throughout, plus the larger of forward with backward and the optimizer's
+    # temporaries.
     headings = ["rank", "weights", "gradients", "optimizer", "kept", "kept on host", "passing", "peak", "planned"]
     headings += ["operators", "host waits"]
     rows = []
@@ -35,7 +36,7 @@ def memory_rows(run: RunTrace, planned: RunEstimate) -> Rows:
 
 
 def link_rows(run: RunTrace) -> Rows:
-    """Return the traffic of a micro-batch, a line per rank and link."""
+    """Return table rows with a micro-batch's traffic, one per rank and link."""
     rows = []
     for trace in run.traces:
         for link in trace.links:
@@ -45,7 +46,7 @@ def link_rows(run: RunTrace) -> Rows:
 
 
 def remarks(run: RunTrace) -> list[str]:
-    """Return remarks that complete the tables: the role of each rank, the place of its peak, all host waits."""
+    """Return notes that complete the tables: each rank's role, the code line at its peak, all host waits."""
     lines: list[str] = []
     for kind, trace in zip(run.kinds, run.traces, strict=True):
         lines.append(_peak(kind, trace))

@@ -1,7 +1,7 @@
-"""Stand-in for the driver, for PyTorch's CUDA build on a machine without one: it answers autograd's two questions.
+"""Driver stand-in for PyTorch's CUDA build on a machine without one: it answers autograd's two queries.
 
-Tensors without data need no GPU, but autograd asks for the number of devices and whether they are in use. If there is
-a driver, the stand-in is not loaded. It must be loaded before torch is imported, so this file does not import torch.
+Tensors without data need no GPU, but autograd asks for the number of devices and whether they are in use. If there is a
+driver, the stand-in is not loaded. It must be loaded before torch is imported, so this file does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned int *flags, int *active) { *
 """
 _DRIVER = "libcuda.so.1"
 _MANY_DEVICES = 64
-"""More than any device index that autograd asks about."""
+"""Larger than any device index that autograd queries."""
 
 
 def torch_cuda_version() -> str | None:
@@ -37,7 +37,7 @@ def torch_cuda_version() -> str | None:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    # A file of assignments written by PyTorch's build.
+    # PyTorch's build writes this file, which contains only assignments.
     values: dict[str, object] = {}
     exec((Path(spec.origin).parent / "version.py").read_text(), values)
     version = values.get("cuda")
@@ -56,18 +56,18 @@ def has_driver() -> bool:
 
 
 def load_stand_in() -> Callable[[], None]:
-    """Load the stand-in; return a function to call once torch is imported.
+    """Load the stand-in; return a function to call after importing torch.
 
     Raise LongCtxError if it cannot be compiled.
     """
-    # Global, and before torch: torch's libraries then find these symbols before their own. The library has the driver's
-    # name, so torch finds it when it looks for the driver.
+    # RTLD_GLOBAL, and before torch: torch's libraries then find these symbols before their own. The library has the
+    # driver's name, so torch finds it when it looks for the driver.
     library = ctypes.CDLL(str(_compiled()), ctypes.RTLD_GLOBAL)
 
     def finish() -> None:
         import torch
 
-        # While the device count is 0: PyTorch then installs its no-op guard.
+        # While the device count is 0, PyTorch installs its no-op guard.
         torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
         library.longctx_set_devices(_MANY_DEVICES)
         # Otherwise tensors without data would create a context on the device.
@@ -79,6 +79,7 @@ def load_stand_in() -> Callable[[], None]:
 def _compiled() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longctx"
     path = folder / f"driver-stand-in-{hashlib.sha256(_SOURCE.encode()).hexdigest()[:12]}.so"
+    # The name includes the source's hash, so a cached build is current.
     if path.exists():
         return path
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -88,7 +89,7 @@ def _compiled() -> Path:
             "compiler (cc, gcc or clang).\nInstall one, such as `apt install gcc`, or trace on a machine with a driver."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    # Write to a temporary name first: another process may compile it at the same time.
+    # Compile to a temporary name: another process may compile it at the same time.
     draft = folder / f"{path.name}.{os.getpid()}"
     command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{_DRIVER}", "-x", "c", "-", "-o", str(draft)]
     done = subprocess.run(command, input=_SOURCE, text=True, capture_output=True)

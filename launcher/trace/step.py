@@ -1,7 +1,7 @@
-"""``trace_rank``: one step of one rank, on tensors without data.
+"""``trace_rank``: one rank's step, on tensors without data.
 
-Forward and backward are those of a run. DeepSpeed's work around them is not traced: the bytes that a ZeRO stage
-holds are arithmetic (``launcher/plan/zero.py``), and AdamW is traced on the part of the model that a rank updates.
+Forward and backward are the run's own. DeepSpeed's work around them is not traced: bytes held by a ZeRO stage are
+arithmetic (``launcher/plan/zero.py``), and AdamW is traced on the parameters that a rank updates.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ DEVICE = torch.device("cuda", 0)
 def trace_rank(
     config: ResolvedConfig, world: World, rank: int, *, document_tokens: int = 0, capability: tuple[int, int] = (9, 0)
 ) -> RankTrace:
-    """Trace one step of a rank. From now on this process is that rank and cannot be used for anything else.
+    """Trace one step on a rank. This process becomes that rank, and cannot be reused.
 
     ``config`` is fully resolved. ``document_tokens`` (0: full rows) is the length of the documents packed into rows;
-    kernels are chosen for a GPU of this compute ``capability``.
+    kernels are chosen for a GPU with this compute ``capability``.
     """
     started = time.perf_counter()
     join_world(rank, world)
@@ -51,12 +51,13 @@ def trace_rank(
         expert=parallel.expert,
         ranks_per_node=world.ranks_per_node,
     )
-    # There may be no device to ask for its capability, on which the choice of kernels depends.
+    # Kernel choice depends on the capability, but there may be no device to query.
     for kernel in KERNELS.values():
         if isinstance(kernel, VarlenKernel):
             kernel.capability = capability
     batch = synthetic_batch(config, document_tokens)
     recorder = Recorder(_links(rank, world, mesh))
+    # CPU tensors stay real among fake ones: the host computes schedules and slices with them.
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         module = _build(config, mesh, recorder)
         step = _Step(config, mesh, module, recorder)
@@ -83,15 +84,15 @@ def _build(config: ResolvedConfig, mesh: Mesh, recorder: Recorder) -> Task:
     with DEVICE:
         module = build_task(config, mesh, dispatcher=dispatcher, device=str(DEVICE))
     _convert(module, config.dtype)
-    # Allocated before the step: DeepSpeed has its own memory for them, which is arithmetic.
+    # Allocated before the step: DeepSpeed's own gradient memory is arithmetic.
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
     return module
 
 
 def _convert(module: Task, dtype: torch.dtype) -> None:
-    """Convert all weights and buffers of floating dtypes to this one, as DeepSpeed does."""
-    # Done by hand: ``Module.to`` swaps tensors in place, which tensors without data do not support.
+    """Convert all weights and floating-point buffers to this dtype, as DeepSpeed does."""
+    # By hand, since ``Module.to`` swaps tensors in place, which tensors without data do not support.
     for part in module.modules():
         for name, p in list(part.named_parameters(recurse=False)):
             setattr(part, name, torch.nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad))
@@ -104,12 +105,12 @@ class _Step:
     def __init__(self, config: ResolvedConfig, mesh: Mesh, module: Task, recorder: Recorder) -> None:
         self.config, self.mesh, self.module, self.recorder = config, mesh, module, recorder
         self.is_whole = True
-        """Whether the trace came to the step's end."""
+        """True if the trace reached the end of the step."""
         self.kept = self.kept_on_host = self.peak = self.optimizer_peak = 0
         self.peak_operator = self.peak_place = ""
 
     def run(self, stream: Stream) -> None:
-        """Run forward, backward and the optimizer's step."""
+        """Run forward, backward and the optimizer step."""
         live = self.recorder.live
         held = [x for p in self.module.parameters() for x in (p, p.grad) if x is not None]
         live.ignore(*held, *self.module.buffers())
@@ -121,13 +122,13 @@ class _Step:
         training_pass = TrainingPass(seed=self.config.run.seed)
         loss = self.module.loss_sum(self.module(shard.to(DEVICE), training_pass))
         self.kept, self.kept_on_host = live.now, self.recorder.pinned.now
-        # DeepSpeed averages over all ranks, which a run undoes in the same way.
+        # DeepSpeed averages over all ranks; undo it, as a run does.
         (self.module.loss(loss, counts) * self.mesh.world_size).backward()
         self._note_peak()
         self._update()
 
     def end_early(self) -> None:
-        """End a trace that cannot go on, with only the memory recorded so far."""
+        """End a trace that cannot continue, with the memory recorded so far."""
         self.is_whole = False
         self._note_peak()
 
@@ -136,7 +137,7 @@ class _Step:
         self.peak, self.peak_operator, self.peak_place = live.peak, live.peak_operator, live.peak_place
 
     def _begin(self) -> None:
-        """Start counting here: memory allocated by building the model existed before."""
+        """Start counting here: building the model allocated memory before."""
         live, links = self.recorder.live, self.recorder.links
         live.now = 0
         live.restart_peak()
@@ -144,7 +145,7 @@ class _Step:
         links.sums.clear()
 
     def _update(self) -> None:
-        """Run AdamW on the float32 masters that this rank updates, unless they are offloaded."""
+        """Run AdamW on this rank's float32 masters, unless they are offloaded."""
         if self.config.zero.offload != "none":
             return
         live, train = self.recorder.live, self.config.train
@@ -153,7 +154,7 @@ class _Step:
         optimizer = AdamW(
             masters, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, foreach=False, fused=fused
         )
-        # The first step creates the moments, which count as held; the second is like all later steps.
+        # The first step creates the moments, which count as held; the second one represents all later steps.
         optimizer.step()
         before = live.now
         live.restart_peak()
@@ -166,7 +167,7 @@ class _Step:
         return master
 
     def figures(self, rank: int, *, seconds: float) -> RankTrace:
-        """Return the figures of the step."""
+        """Return the step's results."""
         recorder = self.recorder
         held = partition_bytes(self.config, self.module, self.mesh)
         return RankTrace(
@@ -192,10 +193,11 @@ class _Step:
 
 
 def _partition(module: Task, config: ResolvedConfig, mesh: Mesh) -> list[int]:
-    """Return the sizes of the flat masters that this rank updates: matrices, then norms and biases."""
+    """Return the sizes of this rank's flat masters: matrices, then norms and biases."""
     ranks = mesh.world_size
     if config.zero.stage == 0:
         ranks = 1
+    # Weight decay separates matrices from the rest, so the optimizer has two flat masters.
     sizes: dict[bool, int] = {True: 0, False: 0}
     for p in module.parameters():
         sizes[p.ndim >= 2] += p.numel()

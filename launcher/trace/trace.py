@@ -1,4 +1,4 @@
-"""``trace_run``: all kinds of ranks in a run, each traced in its own process."""
+"""``trace_run``: trace each kind of rank in a run, in its own process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ It takes 6 GB of disk. On a machine with GPUs `make setup` has installed that bu
 
 @dataclass(frozen=True, kw_only=True)
 class RunTrace:
-    """A step of a run, traced on each kind of rank."""
+    """One step in a run, traced on each kind of rank."""
 
     config: ResolvedConfig
     world: World
@@ -72,9 +72,9 @@ def check_cuda_build() -> None:
 def traced_config(
     asked: RunConfig, world: World, *, document_tokens: int, hardware: Hardware | None = None
 ) -> ResolvedConfig:
-    """Resolve the config as on GPUs, independent of machine and data. Raise ConfigError if a run would refuse it.
+    """Resolve the config as on GPUs, independently of machine and data. Raise ConfigError if a run would reject it.
 
-    ``train.chunk_tokens = "auto"`` depends on the memory of ``hardware``; None is an H100.
+    ``train.chunk_tokens = "auto"`` depends on the memory in ``hardware``, by default an H100.
     """
     gpu = hardware or load_hardware("h100")
     config = planned(asked, world, gpu, document_tokens=document_tokens, device_type="cuda")
@@ -89,7 +89,7 @@ def traced_config(
 
 
 def _check_store(config: ResolvedConfig) -> None:
-    """Raise ConfigError if values would be stored on a disk: a trace has no values."""
+    """Raise ConfigError if activations would be stored on a disk: a trace has no values."""
     if config.train.store == "disk":
         raise ConfigError(
             "plan --trace has no values that train.store=disk could write.\n"
@@ -106,11 +106,11 @@ def trace_run(
     hardware: Hardware | None = None,
     progress: Callable[[RankKind], None] = lambda kind: None,
 ) -> RunTrace:
-    """Trace one step of each kind of rank. Raise LongCtxError if it cannot be done here or the run would be refused."""
+    """Trace one step on each kind of rank. Raise LongCtxError if it is impossible here or the run would be rejected."""
     check_cuda_build()
     config = traced_config(asked, world, document_tokens=document_tokens, hardware=hardware)
     kinds, traces = rank_kinds(config), []
-    # One after another: a trace takes seconds, and memory for a hundred thousand tensors.
+    # Sequentially: a trace takes seconds, and memory for a hundred thousand tensors.
     for kind in kinds:
         progress(kind)
         orders = {
@@ -132,7 +132,7 @@ def trace_run(
 
 
 def _check_scores(config: ResolvedConfig) -> None:
-    """Raise ConfigError if scores are more than products: they need FlexAttention, which needs data."""
+    """Raise ConfigError if scores need more than matmuls: they require FlexAttention, which needs data."""
     model, rule = config.model, None
     if model.attention_softcap:
         rule = f"model.attention_softcap={model.attention_softcap}"
@@ -146,7 +146,6 @@ def _check_scores(config: ResolvedConfig) -> None:
 
 
 def _ask_worker(orders: dict[str, Any]) -> dict[str, Any]:
-    """Trace one rank in its own process."""
     # The worker imports the packages from the same place as this process, in any working folder.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
@@ -163,6 +162,7 @@ def _ask_worker(orders: dict[str, Any]) -> dict[str, Any]:
         answer = json.loads(result.read_text())
     if "trace" in answer:
         return answer["trace"]
+    # Without a kind it is an internal error with its traceback, otherwise a user error.
     if not answer["kind"]:
         raise RuntimeError(f"the trace of rank {orders['rank']} failed:\n{answer['error']}")
     raise getattr(errors, answer["kind"], ConfigError)(answer["error"])

@@ -1,6 +1,6 @@
-"""A process that traces one rank and ends: ``python -m launcher.trace.worker RESULT``, its orders on standard input.
+"""Process that traces one rank and exits: ``python -m launcher.trace.worker RESULT``, with options on standard input.
 
-One process per rank: the stand-ins for driver and network affect the full process.
+One process per rank, because the stand-ins for driver and network affect the full process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from longctx.errors import LongCtxError
 
 
 def main(result: Path, orders: dict[str, Any]) -> None:
-    """Trace, and write the figures or the error."""
+    """Trace, and write the result or the error."""
     try:
         written = {"trace": _trace(orders)}
     except LongCtxError as error:
         written = {"error": str(error), "kind": type(error).__name__}
     except Exception:
+        # The parent raises this again with its traceback; an empty kind marks an internal error.
         written = {"error": traceback.format_exc(), "kind": ""}
     result.write_text(json.dumps(written))
     sys.stdout.flush()
@@ -45,9 +46,9 @@ def _trace(orders: dict[str, Any]) -> dict[str, Any]:
     from launcher.plan.world import World
     from launcher.trace.step import trace_rank
 
-    # PyTorch warns of many things that a trace cannot change.
+    # PyTorch warns about many things that a trace cannot change.
     logging.disable(logging.WARNING)
-    # If there is a GPU here, choose kernels for it.
+    # If there is a GPU, choose kernels for it.
     capability = tuple(orders["capability"])
     if finish is None and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()

@@ -1,4 +1,4 @@
-"""The data of a run: opened and checked to be undamaged, equal on all ranks, and made by the model's tokenizer."""
+"""A run's data: opened, and checked to be undamaged, equal on all ranks, and built with the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ log = logging.getLogger(__name__)
 def open_data(
     config: ResolvedConfig, model: ModelConfig, mesh: Mesh, origin: Origin
 ) -> tuple[Loader, ValidationLoader | None, dict[str, bytes]]:
-    """Open a run's data, fetch and check the files, and go on at the position of ``origin``. Collective.
+    """Open a run's data, fetch and check the files, and continue at the position in ``origin``. Collective.
 
-    Returns the loaders of training and of validation data, None if the run does not validate, and the tokenizer's files
-    for the run's checkpoints, on rank 0 only.
-    Raises ConfigError if the model has too few tokens; DataError if files are damaged, differ between ranks, or were
-    not made by the tokenizer of the weights that the run goes on from.
+    Return the loaders for training and for validation, None if the run does not validate, and on rank 0 the tokenizer's
+    files for the run's checkpoints.
+
+    Raise ConfigError if the model's vocabulary is too small; DataError if files are damaged, differ between ranks, or
+    were built with another tokenizer than the weights that the run continues from.
     """
     loader, validation = on_every_rank(lambda: _open_loaders(config, model, mesh, origin.kind))
     folders = list(loader.folders)
@@ -61,7 +62,7 @@ def open_data(
 def _open_loaders(
     config: ResolvedConfig, model: ModelConfig, mesh: Mesh, origin: Kind
 ) -> tuple[Loader, ValidationLoader | None]:
-    """Return the loaders of training and validation data; raise ConfigError if the model has too few tokens."""
+    """Return the training and validation loaders; raise ConfigError if the model's vocabulary is too small."""
     common: dict[str, Any] = {
         "seq_len": config.data.seq_len,
         "source_seq_len": config.data.source_seq_len,
@@ -69,12 +70,12 @@ def _open_loaders(
         "data_rank": mesh.data_rank,
         "data_degree": mesh.data,
     }
-    # Files to be read completely are not read here, by every rank: ``check_data`` divides them among ranks.
+    # Files that need complete reading are not read here, by every rank: ``check_data`` divides them among ranks.
     opening: dict[str, Any] = {"verify": config.data.verify != "off", "cache": config.data.cache}
     open_folder = partial(ShardSet.open, **opening)
     if origin != "new":
         open_folder = partial(open_for_model, vocab_size=model.vocab_size, **opening)
-    # Ranks of a context group get the same rows: each cuts its own shard out of them (``Run.place``).
+    # Ranks in a context group get the same rows: each cuts out its own shard (``Run.place``).
     cost = None
     if config.data.balance:
         cost = partial(training_flops, model)
@@ -106,7 +107,7 @@ def _open_loaders(
 
 
 def _validation_data(data: DataSection) -> tuple[str | Path | None, bool]:
-    """Return the folder or mixture to validate on, None if there is none; and True if it is held out of the mixture."""
+    """Return the validation folder or mixture, None without one; and True if it is held out from the mixture."""
     if data.validation:
         return data.validation, False
     if is_mixture(data.train):
@@ -124,9 +125,9 @@ def _tokenizer_files(
 ) -> dict[str, bytes]:
     """Return the tokenizer's files for the run's checkpoints, read by rank 0 only.
 
-    If the run goes on from a checkpoint they are its files, and licences, otherwise the data's. For conversations they
-    include the data's chat template, which the model learns.
-    Raise DataError unless checkpoint and data have the same tokenizer; log it if there is none to compare with.
+    If the run continues from a checkpoint, they are its files and licences, otherwise the data's. Conversations add the
+    data's chat template, which the model learns. Raise DataError unless checkpoint and data have the same tokenizer;
+    log it if there is none to compare with.
     """
     if mesh.rank != 0:
         return {}
@@ -144,7 +145,7 @@ def _tokenizer_files(
 
 
 def _with_chats(files: dict[str, bytes], folders: Sequence[ShardSet]) -> dict[str, bytes]:
-    """Return a tokenizer's files, with the chat template of the data's conversations if there are any."""
+    """Add the chat template from the data's conversations, if any, to a tokenizer's files."""
     chats = [folder.tokenizer() for folder in folders if folder.is_masked]
     if not chats:
         return files
@@ -155,25 +156,26 @@ def _with_chats(files: dict[str, bytes], folders: Sequence[ShardSet]) -> dict[st
 
 
 _LOOKED_AT = 1 << 16
-"""Documents whose lengths are looked at if the manifest does not tell whether rows are packed."""
+"""Documents whose lengths are read if the manifest does not tell whether rows are packed."""
 
 
 def leaves_remainders(folders: Sequence[ShardSet], seq_len: int) -> bool:
-    """Return whether any document's length is not a multiple of the row: its remainder shares a row, or is padded.
+    """Return True if any document's length is not a multiple of the row: its remainder shares a row, or is padded.
 
-    Depends on the data only, so a resumed run gets the same answer. If the first documents of a folder fill complete
-    rows, all are assumed to be cut for this length: looking at every document would slow down the start. If that is
-    wrong, the layout is slower, but still correct.
+    Depends only on the data, so a resumed run gets the same answer.
     """
-    # One source of a mixture is enough: all rows get the same layout.
+    # One such source in a mixture is enough: all rows get the same layout.
     return any(_leaves_remainders(shards, seq_len) for shards in folders)
 
 
 def _leaves_remainders(shards: ShardSet, seq_len: int) -> bool:
     if sum(entry.tokens for entry in shards.manifest.shards) % seq_len:
         return True
+    # Longest document per histogram bin: a bin below the row length has a remainder.
     longest = [2 ** (int(power.removeprefix("2^")) + 1) - 1 for power in shards.manifest.length_histogram]
     if min(longest, default=seq_len) < seq_len:
         return True
+    # If the first documents fill complete rows, assume that all are cut to this length: reading every document would
+    # slow down the start. If that is wrong, the layout is slower, but still correct.
     first = shards.lengths_of(np.arange(min(shards.num_documents, _LOOKED_AT)))
     return bool((first % seq_len).any())

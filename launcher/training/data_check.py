@@ -1,4 +1,4 @@
-"""A run's shards before its first step: fetched to every host, verified by checksum, the same on every rank."""
+"""Check a run's shards before its first step: fetched to every host, verified by checksum, equal on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Source = TypeVar("Source", LocalCopy, FolderCheck)
 _SHOWN = 8
-"""Damaged files that a message names."""
+"""Limit on damaged files named in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +28,16 @@ class _View:
     """A rank's view of the data; small, because every rank gathers all of them."""
 
     data: tuple[str, ...]
-    """The hash of each folder's manifest."""
+    """Manifest hash for each folder."""
     copy: str
     """Equal on ranks that see the same files and have the same ones left to read."""
     has_pending: bool
 
 
 def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
-    """Read the files that ``data.verify`` asks for, divided among ranks that see the same files. Collective.
+    """Read the files that ``data.verify`` requests, divided among ranks that see the same files. Collective.
 
-    Returns the shards that this rank has read. Raises DataError on every rank if a file is damaged on any rank, or if
+    Return the shards that this rank has read. Raise DataError on every rank if a file is damaged on any rank, or if
     ranks see different data under one path.
     """
     checks = on_every_rank(lambda: [FolderCheck(shards.folder, shards.manifest, verify) for shards in folders])
@@ -49,7 +49,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
     )
     views = gather_objects(view)
     _check_same(folders, views)
-    # Hosts with separate copies read their own; hosts that share a file system share the reading.
+    # Hosts with separate copies read their own; hosts that share a file system divide the reading.
     own = _own_share(pending, [view.copy for view in views])
     if any(view.has_pending for view in views):
         problems = [check.problem(entry) for check, entry in own]
@@ -77,7 +77,7 @@ def check_data(folders: Sequence[ShardSet], verify: Verify) -> list[ShardEntry]:
 
 
 def _own_share(shards: Sequence[tuple[Source, ShardEntry]], places: Sequence[str]) -> list[tuple[Source, ShardEntry]]:
-    """Return this rank's share of the shards, which are dealt out to ranks with the same entry in ``places``."""
+    """Return this rank's share of the shards, divided among ranks with the same entry in ``places``."""
     rank = own_rank()
     readers = [other for other, place in enumerate(places) if place == places[rank]]
     shares = deal([entry.bytes for _, entry in shards], len(readers))
@@ -104,8 +104,8 @@ def _check_same(folders: Sequence[ShardSet], views: Sequence[_View]) -> None:
 
 
 def _raise_damage(own: list[str]) -> None:
-    """Raise DataError on every rank, listing the damaged files of all ranks."""
-    # Only the first few of each rank: the message must stay small even if much of a disk is broken.
+    # Gathered, so that every rank raises the same error. Only each rank's first few: the message must stay small even
+    # if much of a disk is damaged.
     found = gather_objects((len(own), own[:_SHOWN]))
     total = sum(count for count, _ in found)
     if not total:
@@ -117,7 +117,7 @@ def _raise_damage(own: list[str]) -> None:
 
 
 def _keep_stamps(checks: Sequence[FolderCheck]) -> None:
-    """Remember verified files. If they cannot be stored the run goes on, and the next start reads them again."""
+    """Store which files are verified. If that fails the run continues, and the next start reads them again."""
     try:
         for check in checks:
             check.keep_stamps()
@@ -128,19 +128,19 @@ def _keep_stamps(checks: Sequence[FolderCheck]) -> None:
 
 
 def fetch_data(folders: Sequence[ShardSet]) -> None:
-    """Fetch the missing files of copies, divided among the ranks that share a cache. Collective.
+    """Fetch missing files for copies, divided among the ranks that share a cache. Collective.
 
-    Raises DataError on every rank if an object is missing or damaged, and, before anything is fetched, if a host has no
-    room for all. Files fetched before an error are kept.
+    Raise DataError on every rank if an object is missing or damaged, or, before fetching, if a host lacks room for all.
+    Files fetched before an error are kept.
     """
     copies = [shards.copy for shards in folders if shards.copy is not None]
     missing = [(copy, entry) for copy in copies for entry in copy.missing()]
-    # On every rank, even if it has no copies: other hosts may have copies.
+    # On every rank, even without copies: other hosts may have some.
     caches = gather_objects(" ".join(f"{place_of(copy.folder)} {copy.folder.resolve()}" for copy in copies))
     if not any(caches):
         return
     on_every_rank(lambda: _check_room(copies))
-    # Ranks that share a cache miss the same shards: all have looked before the first one fetches.
+    # Ranks that share a cache miss the same shards: all have listed them before the first one fetches.
     _raise_damage(_fetch(_own_share(missing, caches)))
     # Another run may fetch into the same cache, and fail: fetch shards that are still missing.
     _raise_damage(_fetch([(copy, entry) for copy in copies for entry in copy.missing()]))
@@ -152,7 +152,7 @@ def _check_room(copies: Sequence[LocalCopy]) -> None:
 
 
 def _fetch(shards: Sequence[tuple[LocalCopy, ShardEntry]]) -> list[str]:
-    """Fetch shards one after the other; return the error of the first that fails."""
+    """Fetch shards one by one; return the first error."""
     for number, (copy, entry) in enumerate(shards, start=1):
         try:
             copy.bring(entry)

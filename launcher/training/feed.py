@@ -1,4 +1,4 @@
-"""``StepFeed``: rows of each step, prepared by a thread while the previous step is computed."""
+"""``StepFeed``: rows for each step, prefetched by a thread while the previous step computes."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from parallel.layout.sequence import SequenceLayout
 from parallel.schedule.degrees import Degrees
 
 _PATIENCE_SECONDS = 5.0
-"""How long an end waits for the thread: a disk that hangs must not keep a failing rank from saying so."""
+"""Limit for the thread to end on close: a hanging disk must not keep a failing rank from reporting its error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepData:
-    """Rows of a step, ready to be computed."""
+    """A step's rows, ready for computation."""
 
     order: dict[str, Any]
-    """The loader's state before the step: where its rows begin in the data."""
+    """Loader state before the step: the position of its rows in the data."""
     after: dict[str, Any]
-    """The loader's state once the step is taken: what a checkpoint of it holds."""
+    """Loader state after the step, as its checkpoint stores it."""
     tokens_consumed: int
-    """Tokens of all steps up to this one, over all ranks, without padding."""
+    """Tokens in all steps up to this one, over all ranks, without padding."""
     lengths: list[tuple[int, ...]]
-    """Tokens of the documents of each whole micro-batch."""
+    """Document lengths in each full micro-batch."""
     source_lengths: list[tuple[int, ...]]
-    """Tokens of what each of these reads of a source; empty of texts."""
+    """Source lengths that these documents read; empty without sources."""
     rows: list[tuple[int, ...]]
-    """Numbers, in the step, of the rows of each micro-batch."""
+    """Row numbers within the step, by micro-batch."""
     shards: list[CompactBatch]
-    """This rank's part of each micro-batch, on the CPU."""
+    """This rank's shard of each micro-batch, on the CPU."""
     degrees: list[Degrees]
-    """How each micro-batch lies on its ranks; none where nobody asked for it."""
+    """Rank placement for each micro-batch; empty unless requested."""
 
 
 class StepFeed:
-    """Iterator over a run's steps that prepares the next ones in the background.
+    """Iterator over a run's steps that prefetches the next ones in the background.
 
-    ``state_dict`` and ``tokens_consumed`` describe the steps already returned, never those read ahead. The thread
+    ``state_dict`` and ``tokens_consumed`` describe the steps already returned, never those prefetched. The thread
     starts at the first ``next_step`` and ends with ``close``, or after ``num_steps``, beyond which it does not read.
     """
 
@@ -64,12 +64,12 @@ class StepFeed:
         workers: int = 1,
         measure: Callable[[SequenceLayout, PackedDocuments], Degrees] | None = None,
     ) -> None:
-        """Read the tokens that ``place`` assigns to this rank, and those that ``place_source`` assigns of a source.
+        """Read the tokens that ``place`` assigns to this rank, and the source tokens that ``place_source`` assigns.
 
-        For a GPU they are in page-locked memory, which it copies from while it computes.
+        For a GPU they are in pinned memory, so that the copy overlaps computation.
 
         ``prefetch_steps`` are read ahead; with 0 there is no thread, and each step waits for its own reading.
-        ``workers`` threads read the micro-batches of a step. The data are the same in any case.
+        ``workers`` threads read a step's micro-batches. The data are the same in any case.
 
         If ``measure`` is given, its results for a step's micro-batches are in ``StepData.degrees``.
         """
@@ -88,20 +88,21 @@ class StepFeed:
 
     @property
     def tokens_consumed(self) -> int:
-        """Tokens of all steps returned so far and before, over all ranks, without padding."""
+        """Tokens in all steps returned so far, by earlier processes too, over all ranks, without padding."""
         if self._last is None:
             return self._loader.tokens_consumed
         return self._last.tokens_consumed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the last returned step, from which a run goes on."""
+        """Return the loader's state after the last returned step, from which a run resumes."""
         if self._last is None:
             return self._loader.state_dict()
         return self._last.after
 
     def next_step(self) -> tuple[StepData, float]:
-        """Return the next step's data and the seconds spent waiting for it; raise any error of its preparation."""
+        """Return the next step's data and the seconds spent waiting for it; raise any error from its preparation."""
         started = time.perf_counter()
+        # Without prefetching, and past the last step, read in the calling thread.
         if self._given >= self._num_steps or not self._prefetches:
             step: StepData | BaseException = self._prepare()
         else:
@@ -116,10 +117,11 @@ class StepFeed:
         return step, time.perf_counter() - started
 
     def close(self) -> None:
-        """End the thread, and discard the steps it has prepared.
+        """End the thread, and discard the steps it has prefetched.
 
-        If it still reads after ``_PATIENCE_SECONDS``, it is left to end with the process.
+        If it is still reading after ``_PATIENCE_SECONDS``, it is left to end with the process.
         """
+        # The release wakes the thread if it waits for room.
         self._stop.set()
         self._room.release()
         if self._thread is not None:
@@ -132,12 +134,12 @@ class StepFeed:
             return
         assert not self._stop.is_set(), "the feed was closed"
         threads = torch.get_num_threads()
-        # A daemon thread: a rank that ends by an error does not wait for data.
+        # A daemon thread: a rank that ends with an error does not wait for data.
         self._thread = threading.Thread(target=self._run, args=(threads,), name="longctx-feed", daemon=True)
         self._thread.start()
 
     def _run(self, threads: int) -> None:
-        """Prepare all steps, each as soon as there is room for it."""
+        """Prepare all steps, each as soon as the queue has room."""
         self._begin_thread(threads)
         try:
             for _ in range(self._num_steps):
@@ -149,15 +151,15 @@ class StepFeed:
             self._ready.put(error)
 
     def _begin_thread(self, threads: int) -> None:
-        # PyTorch would give a new thread all cores of the machine, which its ranks share.
+        # PyTorch would give a new thread all the machine's cores, which its ranks share.
         torch.set_num_threads(threads)
         # Its default GPU would be the first one, on which every rank's thread would create a context.
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
     def _prepare(self) -> StepData:
-        """Read this rank's part of a step's rows."""
         loader = self._loader
+        # The loader advances in order here; only reading is parallel, so workers cannot change the data.
         order = loader.state_dict()
         lengths, source_lengths, rows, shards, degrees = [], [], [], [], []
         for taken in self._read([loader.claim() for _ in range(loader.micro_batches_per_step)]):

@@ -1,4 +1,4 @@
-"""``History``: statistics of previous steps, used to detect spikes and to count steps that were left out."""
+"""``History``: statistics over previous steps, used to detect spikes and to count skipped steps."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from typing import Any
 from longctx.errors import CheckpointError
 
 WINDOW = 128
-"""Steps that a spike is measured against: the last ones that were taken."""
+"""Recent completed steps against which a spike is measured."""
 LEAST = 32
-"""With fewer of them nothing is a spike: at its beginning a run falls fast."""
+"""Minimum number of steps for a spike: at its beginning a run's loss falls fast."""
 
 
 @dataclass(frozen=True)
 class History:
-    """Losses and gradient norms of the last completed steps, and the number of steps that were left out.
+    """Losses and gradient norms from the last completed steps, and the number of skipped steps.
 
-    It is the same on every rank, and part of a checkpoint. Steps that were left out are not among the losses and norms:
-    a single NaN would be in every mean from then on (OLMo-core skipped 129 steps after one).
+    It is the same on every rank, and part of a checkpoint. Skipped steps do not enter losses and norms: a single NaN
+    would be in every mean from then on (OLMo-core skipped 129 steps after one).
     """
 
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     skipped: int = 0
-    """Steps of the run that were left out: the optimiser has taken so many less."""
+    """Skipped steps in the run; the optimizer has taken that many fewer."""
     in_row: int = 0
-    """How many of these are the last ones."""
+    """Consecutive skipped steps at the end."""
 
     def taken(self, loss: float, norm: float) -> History:
         """Return the history after a completed step. A step without counted tokens has loss NaN and is not added."""
         if math.isnan(loss):
             return replace(self, in_row=0)
+        # Bounded, because every checkpoint stores it.
         losses, norms = (*self.losses, loss)[-WINDOW:], (*self.norms, norm)[-WINDOW:]
         return replace(self, losses=losses, norms=norms, in_row=0)
 
     def left_out(self) -> History:
-        """Return the history after a step that was left out."""
+        """Return the history after a skipped step."""
         return replace(self, skipped=self.skipped + 1, in_row=self.in_row + 1)
 
     def spike(self, loss: float, norm: float, sigmas: float) -> str:
-        """Describe by how much a step's loss or norm exceeds the previous ones; empty if it is not a spike.
+        """Describe by how much a step's loss or norm exceeds the previous ones; empty if it is no spike.
 
-        A spike is more than ``sigmas`` standard deviations above their mean; with 0 there are none.
+        A spike is more than ``sigmas`` standard deviations above their mean; 0 disables detection.
         """
         if not sigmas or len(self.losses) < LEAST:
             return ""
@@ -53,6 +54,7 @@ class History:
             deviation = statistics.pstdev(before, mean)
             if value > mean + sigmas * deviation:
                 return (
+                    # A constant history has a deviation of 0.
                     f"{name} {value:.4g}, {(value - mean) / max(deviation, 1e-30):.1f} standard deviations above the "
                     f"mean {mean:.4g} of the last {len(before)} steps"
                 )
@@ -66,7 +68,7 @@ class History:
     def of(cls, training: dict[str, Any]) -> History:
         """Read the history from a checkpoint's ``training``; raise CheckpointError if it is malformed.
 
-        Checkpoints of earlier releases have none: their runs never left out a step.
+        Checkpoints from earlier releases lack it: their runs never skipped a step.
         """
         state = training.get("history")
         if state is None:

@@ -1,4 +1,4 @@
-"""``StepHook``: an extension of the training step, and ``Step``, the running step as hooks see it."""
+"""``StepHook``: an extension to the training step, and ``Step``, the running step as hooks see it."""
 
 from __future__ import annotations
 
@@ -21,56 +21,57 @@ from longctx.objectives.task import Counts
 
 @dataclass(kw_only=True)
 class Step:
-    """A running step. Fields that become known later are unset until then."""
+    """A running step. Fields computed later are unset until then."""
 
     number: int
     progress: Progress
-    """Where the run stood before it."""
+    """The run's position before the step."""
     data: StepData
     waited: float
-    """Seconds that the data was waited for."""
+    """Seconds spent waiting for data."""
     scope: ExitStack
-    """Closes what a hook opens, however the step ends."""
+    """Closes resources that hooks open, however the step ends."""
     counts: Counts = field(init=False)
     """The step's denominators, over all ranks."""
     sums: StepSums = field(init=False)
-    """This rank's, of forward and backward."""
+    """This rank's sums from forward and backward."""
     totals: StepTotals = field(init=False)
-    """Those of all ranks."""
+    """Sums over all ranks."""
     loss: float = field(init=False)
     lr: float = field(init=False)
     grad_norm: float | None = None
-    """Before clipping; None if the loss says already that the step is left out."""
+    """Norm before clipping; None if the loss already causes the step to be skipped."""
     skipped: str = ""
-    """Why it is left out; empty for one that is taken."""
+    """Reason for skipping the step; empty if it is taken."""
     history: History
-    """What later steps are told of it: until then, of those before."""
+    """History for later steps; until the update, that before this step."""
     stop_asked: bool = False
-    """Whether any rank has been asked to stop behind it."""
+    """True if any rank was asked to stop after this step."""
     failure: GradientError | None = None
-    """What the update was refused by, once it was tried."""
+    """Error that refused the update, once it was tried."""
     summed: dict[str, Callable[[torch.device], Tensor]] = field(default_factory=dict)
-    """Numbers of this rank that go into the step's one sum over ranks, by name; ``totals.summed`` has the sums."""
+    """This rank's additions to the step's single all-reduce, by name; ``totals.summed`` has the sums."""
     each_micro_batch: list[Callable[[int], None]] = field(default_factory=list)
-    """Called with the number of each micro-batch before its forward pass."""
+    """Called with each micro-batch's number before its forward pass."""
     choices: Callable[[int], RoutingReplay | None] = lambda number: None
-    """The experts that a micro-batch's tokens go to, or where their choice is noted."""
+    """Expert choices that a micro-batch replays, or an object that records them."""
     _refusals: list[tuple[str, Callable[[float], bool]]] = field(default_factory=list)
 
     def refuse(self, why: str, when: Callable[[float], bool] = lambda norm: True) -> None:
-        """Leave out the update, or only if ``when`` is true for the norm of its gradient. Call it on all ranks.
+        """Skip the update, or only if ``when`` is true for its gradient norm. Call it on all ranks.
 
         A ``when`` that references the step keeps the step's data in memory.
         """
         self._refusals.append((why, when))
 
     def refused(self, norm: float) -> str:
-        """Return the reason for refusing an update with a gradient of this norm; empty if it is not refused."""
+        """Return the reason for refusing an update with this gradient norm; empty if it is not refused."""
+        # The first hook that refuses gives the reason.
         return next((why for why, when in self._refusals if when(norm)), "")
 
 
 class StepHook:
-    """Hook into each step of a run, called on every rank that has it in its list, in the list's order.
+    """Hook into each step in a run, called on every rank that lists it, in list order.
 
     An exception ends the run, and must be raised on every rank: the others would wait in the next collective.
     """
@@ -79,10 +80,10 @@ class StepHook:
         """Prepare for the step; its data and counts are set."""
 
     def before_update(self, step: Step) -> None:
-        """Check ``step.totals``, and ``refuse`` the update if necessary. Nothing has changed yet."""
+        """Check ``step.totals``, and ``refuse`` the update if necessary. No state has changed yet."""
 
     def after_update(self, step: Step) -> None:
-        """Process the result: weights have changed, or the step was left out."""
+        """Process the result: weights have changed, or the step was skipped."""
 
     def record(self, step: Step, record: Record) -> None:
         """Add to the step's record, or read it. The step's time has already been measured."""

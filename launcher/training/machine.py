@@ -24,16 +24,17 @@ from parallel.runtime.device import device_name, free_bytes
 
 
 def device_of_ranks(device: torch.device) -> Machine:
-    """Return the machine with rank 0's kind of device, which applies to all if hosts differ. Collective."""
+    """Return the machine with rank 0's device type, which applies to all if hosts differ. Collective."""
     native = device.type == "cuda" or has_native_bfloat16()
     native, device_type = broadcast_object((native, device.type))
     return Machine(ranks=num_ranks(), device_type=device_type, native_bfloat16=native)
 
 
 def machine_of_ranks(machine: Machine, config: RunConfig, mesh: Mesh, device: torch.device) -> Machine:
-    """Return the ``machine`` with the compilers and free memory that ``config`` depends on. Collective."""
+    """Return ``machine`` with the compilers and free memory that ``config`` depends on. Collective."""
     wish = config.train.compile
     if wish == "on" or (wish == AUTO and machine.device_type != "cpu"):
+        # Every rank compiles, so one host without a compiler decides for all.
         problems = gather_objects(missing_for_compiling(device.type))
         first = next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
         machine = dataclasses.replace(machine, compile_problem=first)
@@ -43,7 +44,7 @@ def machine_of_ranks(machine: Machine, config: RunConfig, mesh: Mesh, device: to
 
 
 def _with_memory(machine: Machine, mesh: Mesh, device: torch.device) -> Machine:
-    """Return the machine with the free memory of the rank that has the least."""
+    """Return the machine with the least free memory on any rank."""
     free = gather_objects((free_bytes(device), available_bytes(with_growth=True) // mesh.ranks_per_node))
     on_device, on_host = (min(of_ranks) for of_ranks in zip(*free, strict=True))
     world = World(ranks=mesh.world_size, ranks_per_node=mesh.ranks_per_node)

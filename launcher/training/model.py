@@ -23,9 +23,9 @@ from parallel.parallelize import build_parallel_model
 def build_task(
     config: ResolvedConfig, mesh: Mesh, *, dispatcher: TokenDispatcher | None = None, device: str = "meta"
 ) -> Task:
-    """Build the decoder over the mesh's ranks, and its objective, on ``device`` with unset weights.
+    """Build the decoder over the mesh's ranks, and its objective, on ``device``, without initializing weights.
 
-    ``dispatcher`` None uses the mesh's.
+    ``dispatcher`` defaults to the mesh's.
     """
     train, parallel = config.train, config.parallel
     communication_dtype = None
@@ -52,13 +52,14 @@ def build_task(
         ),
         dispatcher=dispatcher,
         objective=objective_of(config),
+        # Weights come later, from a checkpoint or from the engine.
         seed=None,
         device=device,
     )
 
 
 def objective_of(config: ResolvedConfig) -> Objective:
-    """Return the objective that a run's network is trained on."""
+    """Return the training objective for a run's network."""
     train = config.train
     return Objective(
         train.objective,
@@ -71,18 +72,18 @@ def objective_of(config: ResolvedConfig) -> Objective:
 def build_layout(
     config: ResolvedConfig, mesh: Mesh, documents: PackedDocuments, *, of_source: bool = False
 ) -> SequenceLayout:
-    """Build the layout of a micro-batch's tokens, or of its source's; ``config`` has its layout settled."""
+    """Build the layout for a micro-batch's tokens, or for its source's; ``config`` has its layout resolved."""
     # An encoder is not causal.
     kind, causal = config.parallel.layout, config.model.config().causal and not of_source
     return SequenceLayout.build(kind, documents.num_tokens, mesh.context, documents, mesh.ulysses, causal=causal)
 
 
 def share_of(documents: PackedDocuments, config: ResolvedConfig, mesh: Mesh, *, of_source: bool = False) -> Share:
-    """Return this rank's share of the tokens of a micro-batch with these documents, or of its source.
+    """Return this rank's share of a micro-batch's tokens with these documents, or of its source's.
 
-    ``config`` has its layout settled.
+    ``config`` has its layout resolved.
     """
-    # Concatenated rows need not divide by the number of ranks, nor do sources, so they are padded.
+    # Concatenated rows need not divide by the rank count, nor do sources, so they are padded.
     padded = documents.padded(_num_padded(documents.num_tokens, config, of_source=of_source))
     layout = build_layout(config, mesh, padded, of_source=of_source)
     # Attention is planned from the same layout, so it is passed along with the tokens.
@@ -90,7 +91,7 @@ def share_of(documents: PackedDocuments, config: ResolvedConfig, mesh: Mesh, *, 
 
 
 def _num_padded(num_tokens: int, config: ResolvedConfig, *, of_source: bool) -> int:
-    """Return the number of tokens of a micro-batch, or of its source, once padded for its ranks."""
+    """Return the token count in a micro-batch, or in its source, once padded for its ranks."""
     if not of_source:
         return padded_tokens(config, num_tokens)
     parallel = config.parallel
@@ -102,9 +103,9 @@ Tokens = TypeVar("Tokens", bound=Stream)
 
 
 def shard_batch(batch: Tokens, config: ResolvedConfig, mesh: Mesh) -> Tokens:
-    """Return this rank's tokens of a full micro-batch that did not come from a loader; they stay on the CPU.
+    """Return this rank's tokens from a full micro-batch that did not come from a loader; they stay on the CPU.
 
-    A stream becomes a batch afterwards: an objective's ``prepare`` sees a rank's tokens.
+    A stream becomes a batch afterwards: an objective's ``prepare`` sees one rank's tokens.
     """
     source = batch.source
     batch = _split(batch, config, mesh)
@@ -114,7 +115,6 @@ def shard_batch(batch: Tokens, config: ResolvedConfig, mesh: Mesh) -> Tokens:
 
 
 def _split(stream: Tokens, config: ResolvedConfig, mesh: Mesh, *, of_source: bool = False) -> Tokens:
-    """Return this rank's tokens of a batch, or of its source."""
     stream = stream.padded(_num_padded(stream.documents.num_tokens, config, of_source=of_source))
     layout = build_layout(config, mesh, stream.documents, of_source=of_source)
     shard = stream.map_tokens(lambda x: layout.split(x, mesh.context_rank, 1))

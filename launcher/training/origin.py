@@ -1,4 +1,4 @@
-"""Origin of a run: the checkpoint that it resumes from, or the model and weights that it starts with."""
+"""A run's origin: the checkpoint that it resumes from, or the model and weights that it starts with."""
 
 from __future__ import annotations
 
@@ -34,44 +34,44 @@ from parallel.runtime.launched import environment_rank
 log = logging.getLogger(__name__)
 
 Kind = Literal["new", "resumed", "started"]
-"""A run begins with initial weights, goes on from a checkpoint of its own, or takes the weights of another."""
+"""A run starts with initial weights, resumes from its own checkpoint, or takes weights from another source."""
 
 SECONDS_BETWEEN_NOTES = 10.0
-"""How often a conversion says how far it is."""
+"""Interval between a conversion's progress messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Starting point of a run."""
+    """A run's starting point."""
 
     kind: Kind
     folder: Path | None = None
-    """The checkpoint; of a start also a Hugging Face folder. None in a new run."""
+    """Checkpoint, or for a start also a Hugging Face folder; None in a new run."""
     model: ModelConfig | None = None
     """The checkpoint's model, before the run's config changes it."""
     step: int = 0
-    """Steps that were taken before."""
+    """Steps taken before."""
     settings: dict[str, Any] | None = None
-    """The config of the run that is resumed, as its checkpoint has it; None where it was imported."""
+    """Config from the resumed run's checkpoint; None if it was imported."""
     order: dict[str, Any] | None = None
-    """Where its loader stood; None where it had none."""
+    """Loader state; None if the checkpoint has none."""
     begins_again: bool = False
-    """Whether an earlier start of the run has recorded something, and ended before its first checkpoint."""
+    """True if an earlier start of the run has recorded results, and ended before its first checkpoint."""
 
     @property
     def goes_on(self) -> bool:
-        """True if the run's folder holds results of an earlier start."""
+        """True if the run's folder holds results from an earlier start."""
         return self.kind == "resumed" or self.begins_again
 
 
 def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Origin:
-    """Find the run's origin and check that its model matches the run's; only manifests are read. Collective.
+    """Find the run's origin and check that its model matches the run's; read only manifests. Collective.
 
     Raise CheckpointError on every rank if there is no such checkpoint, or its model differs too much.
     """
 
     def find_on_rank_0() -> tuple[Path | None, bool] | None:
-        # Only rank 0 looks and hashes, so that a warning about a skipped checkpoint is printed once.
+        # Only rank 0 searches and hashes, so that a warning about a skipped checkpoint is printed once.
         if environment_rank()[0] != 0:
             return None
         store = None
@@ -95,7 +95,7 @@ def find_origin(config: RunConfig, model: ModelConfig, run_folder: Path) -> Orig
 
 
 def _begins(resume: str, run_folder: Path, store: Store) -> bool:
-    """Return True if the run begins here, with new or another run's weights, so its store must not be another run's."""
+    """Return True if the run begins here, with new or another run's weights, so its store must be unused."""
     if resume in NEWEST or resume.startswith(str(store)):
         return False
     return not list_checkpoints(run_folder)
@@ -107,7 +107,7 @@ def _resumed(folder: Path, model: ModelConfig) -> Origin:
     check_tensors(reader)
     check_training(reader)
     training = reader.manifest["training"]
-    # A converted or upcycled checkpoint has no loader state: it begins at step 0 of this run's data.
+    # A converted or upcycled checkpoint has no loader state: it starts at step 0 in this run's data.
     step = 0
     if "loader" in training:
         step = training["step"]
@@ -130,7 +130,7 @@ def _started(start_from: str, model: ModelConfig) -> Origin:
         if environment_rank()[0] == 0:
             from longctx.conversion.hf import HfReader
 
-            # Opening it checks names and shapes of all tensors, so a folder that cannot be converted is refused here.
+            # Opening it checks all tensors' names and shapes, so a folder that cannot be converted is rejected here.
             HfReader(folder, mtp=mtp)
         return Origin(kind="started", folder=folder, model=started_model(start_from, mtp=mtp))
     reader = CheckpointReader(folder)
@@ -140,7 +140,7 @@ def _started(start_from: str, model: ModelConfig) -> Origin:
 
 
 def carried_by(origin: Origin) -> Carried | None:
-    """Return the files of other parts in the checkpoint that a run goes on from; None if there are none."""
+    """Return other parts' files in the checkpoint that a run continues from; None if there are none."""
     if origin.folder is None:
         return None
     files = CheckpointReader(origin.folder).manifest["files"]
@@ -151,7 +151,7 @@ def carried_by(origin: Origin) -> Carried | None:
 
 
 def hf_type(origin: Origin) -> str | None:
-    """Return Hugging Face's type of the model that the weights were imported from, before any training since."""
+    """Return the Hugging Face model type that the weights were imported from, before any training since."""
     if origin.folder is None:
         return None
     training = CheckpointReader(origin.folder).manifest["training"]
@@ -164,8 +164,7 @@ def hf_type(origin: Origin) -> str | None:
 def converted(origin: Origin, run_folder: Path) -> Origin:
     """Return the origin as a checkpoint, after converting a Hugging Face folder into the run's folder. Collective.
 
-    Rank 0 converts, and the others wait without a time limit. A conversion of the same files by an earlier start is
-    reused.
+    Rank 0 converts, and the others wait without a timeout. An earlier start's conversion from the same files is reused.
     """
     if origin.folder is None or not is_hf_folder(origin.folder):
         return origin
@@ -203,7 +202,6 @@ def _convert(source: Path, output: Path, *, mtp: bool) -> None:
 
 
 def _is_converted(output: Path, mark: str) -> bool:
-    """Return True if the folder is a complete checkpoint that was converted from these files."""
     if not (output / MANIFEST).is_file():
         return False
     try:
@@ -215,6 +213,7 @@ def _is_converted(output: Path, mark: str) -> bool:
 
 def _mark_of(source: Path) -> str:
     """Hash the folder's files by name, size and modification time: new weights under old names change the hash."""
+    # Hashing the contents would take about as long as converting them.
     paths = [*source.iterdir(), *find_templates(source).values()]
     stats = {str(path.relative_to(source)): path.stat() for path in sorted(paths) if path.is_file()}
     files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()]
@@ -222,7 +221,7 @@ def _mark_of(source: Path) -> str:
 
 
 def _check_disk(source: Path, output: Path, *, mtp: bool) -> None:
-    """Raise CheckpointError if the float32 masters of the model would fill the disk."""
+    """Raise CheckpointError if the model's float32 masters would fill the disk."""
     needed = 4 * sum(count_parameters(started_model(str(source), mtp=mtp)).values())
     output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(output.parent).free

@@ -1,4 +1,4 @@
-"""Place of a run: its folder, log and devices, checked before anything is opened or built."""
+"""A run's folder, log and devices, checked before anything is opened or built."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ log = logging.getLogger(__name__)
 def prepare_place(config: ResolvedConfig, model: ModelConfig, mesh: Mesh, device: torch.device) -> Path:
     """Check memory, folders, disks and packages, lock the run's folder and start the ranks' logs. Collective.
 
-    Returns the folder. Raises ConfigError on every rank if a check fails.
+    Return the folder. Raise ConfigError on every rank if a check fails.
     """
     check_device(zero_options(config.zero), device.type)
     on_every_rank(lambda: check_memory(config, model, mesh.world_size, mesh.ranks_per_node, device))
     folder = on_every_rank(lambda: prepare_folder(config))
+    # Lock before logging: a second run in this folder must not write to the first one's logs.
     on_rank_0(lambda: hold_folder(folder))
     start_logging(folder, mesh.rank)
     on_every_rank(lambda: check_swap_folders(config, model, mesh.world_size, mesh.ranks_per_node))
     on_rank_0(lambda: check_trackers(config.run.trackers))
+    # Compile now, so that a missing compiler is reported before the model is built.
     if config.zero.offload != "none":
         on_every_rank(compile_cpu_adam)
     return folder
 
 
 def check_swap_folders(config: ResolvedConfig, model: ModelConfig, world_size: int, ranks_here: int) -> None:
-    """Raise ConfigError unless ``zero.nvme_path`` and ``train.store_path`` can be written and have room for this
-    machine's ranks.
+    """Raise ConfigError unless ``zero.nvme_path`` and ``train.store_path`` are writable, with room for this machine's
+    ranks.
 
-    Does nothing if the run does not swap. Logs the number of bytes.
+    Returns early if the run does not swap. Logs the number of bytes.
     """
     need = memory_of_rank(config, model, world_size)
     if config.zero.nvme_path:
@@ -56,13 +58,12 @@ def check_swap_folders(config: ResolvedConfig, model: ModelConfig, world_size: i
 
 
 def _check(config: ResolvedConfig, key: str, path: str, need: int, ranks_here: int) -> None:
-    """Raise ConfigError unless the folder has room for ``need`` bytes of each rank."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         is_direct = SwapFile(Path(path)).is_direct
         free = shutil.disk_usage(path).free
     except (OSError, ValueError) as error:
-        # A null character in the name gives ValueError.
+        # A null character in the name raises ValueError.
         raise ConfigError(
             f"{key}={path!r} cannot be written: {error}.\n"
             "Choose a folder that you may write to, on a disk of this machine with free space."

@@ -1,11 +1,11 @@
-"""Routing files: choices of experts in each step, written by one run and followed by another.
+"""Routing files: expert choices in each step, recorded by one run and replayed by another.
 
-A run that records (``train.record_routing``) writes ``step_NNNNNN.safetensors`` after every step: for each layer with
-experts the ids chosen by every token, with tokens in the order of the loader's rows rather than of any rank. So a run
-with other degrees, layout, accumulation or precision can make the same choices (``train.replay_routing``); the two
-then differ by rounding only.
+A run that records (``train.record_routing``) writes ``step_NNNNNN.safetensors`` after every step: for each expert layer
+the ids chosen by every token, with tokens in the loader's row order, not in any rank's. A run with other degrees,
+layout, accumulation or precision can therefore make the same choices (``train.replay_routing``); the two then differ by
+rounding only.
 
-Axes: L expert layers, T tokens of the step (padding included), N tokens of this rank, k experts per token.
+Axes: L expert layers, T tokens in the step (padding included), N tokens on this rank, k experts per token.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ FORMAT, VERSION = "longctx-routing", 1
 _METADATA = "longctx"
 
 Order = dict[str, Any]
-"""The loader's state before the step: which rows it reads. The same for every number of ranks."""
+"""Loader state before the step, which determines its rows; the same for every number of ranks."""
 
 
 class RoutingFiles:
-    """Recorder and replayer of routing; does nothing if neither is requested."""
+    """Routing recorder and replayer; inactive if neither is requested."""
 
     def __init__(self, record: str, replay: str, model: ModelConfig, tokens_per_step: int) -> None:
         """Record to and replay from these folders; "no" disables either."""
@@ -61,32 +61,32 @@ class RoutingFiles:
         return self._record is not None or self._replay is not None
 
     def prepare(self, steps: range, *, resumes: bool) -> None:
-        """Create the folder to record to, and check that every step to replay exists. Called by every rank.
+        """Create the folder to record to, and check that every step to replay exists. Call it on every rank.
 
-        Raises ConfigError if the first holds another run's files, DataError if the second lacks a step.
+        Raise ConfigError if the first holds another run's files, DataError if the second lacks a step.
         """
         if self._record is not None:
             _make_folder(self._record, resumes=resumes)
         if self._replay is not None:
-            # Check now rather than at the step itself, which may be hours away.
+            # Check now: the step itself may be hours away.
             _check_steps(self._replay, steps)
 
     def begin(self, step: int, order: Order, token_indices: Sequence[Tensor]) -> None:
-        """Prepare for a step; ``token_indices`` [N] are the step's token indices of each micro-batch on this rank.
+        """Prepare for a step; ``token_indices`` [N] are this rank's token indices in the step, for each micro-batch.
 
-        −1 marks padding. Collective when replaying: raises DataError on every rank if a file is damaged, or was
-        recorded with another model or over other rows.
+        −1 marks padding. Collective when replaying: raise DataError on every rank if a file is damaged, or was recorded
+        with another model or over other rows.
         """
         self._step, self._order, self._token_indices = step, order, list(token_indices)
         if self._replay is not None:
-            # The file has all tokens of the step; each rank picks its own, so any degree can replay it.
+            # The file has all tokens in the step; each rank picks its own, so any degree can replay it.
             ids_LTk = on_every_rank(lambda: self._read(step, order))
             self._replays = [RoutingReplay([_own(ids, own) for ids in ids_LTk]) for own in token_indices]
         elif self._record is not None:
             self._replays = [RoutingReplay() for _ in token_indices]
 
     def replay(self, micro_batch: int) -> RoutingReplay | None:
-        """Return the choices that a micro-batch's forward pass records or follows."""
+        """Return the choices that a micro-batch's forward pass records or replays."""
         if not self._replays:
             return None
         return self._replays[micro_batch]
@@ -103,15 +103,14 @@ class RoutingFiles:
             if ids_LTk is not None:
                 _write(path, self._names(), ids_LTk, metadata)
 
-        # All ranks wait for the one that writes, so that a full disk ends the run on every rank.
+        # All ranks wait for the writer, so that a full disk ends the run on every rank.
         on_every_rank(write)
 
     def _names(self) -> list[str]:
-        """Return the names of the file's tensors, one per layer with experts."""
         return [f"model.layers.{layer}.mlp.chosen_experts" for layer in self._layers]
 
     def _metadata(self, step: int, order: Order) -> dict[str, Any]:
-        """Return the values that must be equal in the recording and the replaying run."""
+        """Return the values that must match between the recording and the replaying run."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -149,7 +148,7 @@ def smallest_dtype(num_experts: int) -> torch.dtype:
 
 
 def gather_tokens(ids_LNk: Tensor, token_indices_N: Tensor, num_tokens: int) -> Tensor | None:
-    """Gather all ranks' ids in the order of the step's tokens: [L, T, k] on rank 0, None elsewhere. Collective.
+    """Gather all ranks' ids in the step's token order: [L, T, k] on rank 0, None on the others. Collective.
 
     Ranks hold equally many tokens: together each of the ``num_tokens`` once, and padding with index −1.
     """
@@ -157,6 +156,7 @@ def gather_tokens(ids_LNk: Tensor, token_indices_N: Tensor, num_tokens: int) -> 
     if parts_LNk is None or parts_N is None:
         return None
     token_indices_T = torch.cat(parts_N)
+    # Every rank may have padding: drop it before placing tokens by index.
     counted = token_indices_T >= 0
     token_indices_T = token_indices_T[counted]
     assert torch.equal(token_indices_T.sort().values, torch.arange(num_tokens)), "every token of the step, once"
@@ -166,13 +166,12 @@ def gather_tokens(ids_LNk: Tensor, token_indices_N: Tensor, num_tokens: int) -> 
 
 
 def _own(ids_Tk: Tensor, token_indices_N: Tensor) -> Tensor:
-    """Return the choices of one rank's tokens [N, k]; padding has no expert."""
+    """Return the choices for one rank's tokens [N, k]; padding has no expert."""
     ids_Nk = ids_Tk[token_indices_N.clamp(min=0)]
     return ids_Nk.where(token_indices_N[:, None] >= 0, NO_EXPERT)
 
 
 def _gather(own: Tensor) -> list[Tensor] | None:
-    """Gather every rank's tensor, all of one shape, on rank 0."""
     if num_ranks() == 1:
         return [own]
     # As bytes, since gloo has no 16-bit integers.
@@ -183,7 +182,6 @@ def _gather(own: Tensor) -> list[Tensor] | None:
 
 
 def _folder_or_none(setting: str) -> Path | None:
-    """Return the folder that an option names; None for "no"."""
     if setting == "no":
         return None
     return Path(setting)
@@ -196,6 +194,7 @@ def _path(folder: Path, step: int) -> Path:
 def _make_folder(folder: Path, *, resumes: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # A resumed run continues its own recording; any other run must not add to one.
         taken = not resumes and next(folder.glob("step_*.safetensors"), None) is not None
     except OSError as error:
         raise ConfigError(f"train.record_routing={str(folder)!r} cannot be written: {error}.") from error
@@ -223,7 +222,6 @@ def _check_steps(folder: Path, steps: range) -> None:
 
 
 def _write(path: Path, names: Sequence[str], ids_LTk: Tensor, metadata: dict[str, Any]) -> None:
-    """Write the file atomically."""
     tensors = {name: ids_Tk.contiguous() for name, ids_Tk in zip(names, ids_LTk, strict=True)}
     try:
         with replaced_file(path) as temporary:
@@ -233,7 +231,7 @@ def _write(path: Path, names: Sequence[str], ids_LTk: Tensor, metadata: dict[str
 
 
 def _check_metadata(path: Path, stored: str | None, wanted: dict[str, Any]) -> None:
-    """Raise DataError unless the file is of this step and of a run like this one."""
+    """Raise DataError unless the file belongs to this step and to a run like this one."""
     try:
         found = parse_json((stored or "").encode())
     except ValueError:
@@ -242,7 +240,7 @@ def _check_metadata(path: Path, stored: str | None, wanted: dict[str, Any]) -> N
         raise DataError(f"{path} is no routing file of this release: train.record_routing writes them.")
     if found.get("step") != wanted["step"]:
         raise DataError(f"{path} is of step {found.get('step')}, by what stands in it. Do not rename routing files.")
-    # Without this check, ids of another model or other tokens would be followed silently: shapes often agree.
+    # Without this check, ids from another model or other tokens would be replayed silently: shapes often agree.
     for what, key, mend in (
         ("with another model", "model", "Replay with the experts and layers that recorded it."),
         ("over other rows", "data", "Replay with the same data.train, data.seq_len, run.seed and steps before."),

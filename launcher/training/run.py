@@ -1,4 +1,4 @@
-"""``Run``: shared state of a run's steps, and ``Progress``: its position between two of them."""
+"""``Run``: state shared by a run's steps, and ``Progress``: its position between two of them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from parallel.zero.engine import ZeroEngine
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Position of a run between two steps. Each step returns a new one."""
+    """A run's position between two steps. Each step returns a new one."""
 
     step: int = 0
-    """Optimiser steps taken."""
+    """Steps taken or skipped so far."""
     expert_load_LE: Tensor | None = None
-    """How many tokens chose each expert in the last step; None before the first, and in a dense model."""
+    """Tokens per expert in the last step; None before the first, and in a dense model."""
     history: History = field(default_factory=History)
-    """What the steps before say of the next one."""
+    """Statistics from previous steps for the next one."""
     stop_asked: bool = False
-    """Whether any rank has been asked to stop: the run ends here."""
+    """True if any rank was asked to stop: the run ends here."""
     validation_due: bool = False
-    """Whether the validation after this step was left out, or broken off, because of that."""
+    """True if a stop prevented or interrupted the validation after this step."""
 
     def state(self) -> dict[str, Any]:
         """Return the progress as stored in a checkpoint."""
@@ -53,7 +53,7 @@ class Progress:
             expert_load = self.expert_load_LE.tolist()
         return {
             "step": self.step,
-            # Fewer if some were left out. The optimizer corrects its moments' beginning by this number.
+            # Fewer if some were skipped. The optimizer's bias correction uses this number.
             "optimizer_steps": self.step - self.history.skipped,
             "expert_load": expert_load,
             "history": self.history.state(),
@@ -63,7 +63,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Shared state of a run's steps. Built once, by ``build_run``; its fields are never replaced."""
+    """State shared by a run's steps. Built once, by ``build_run``; its fields are never replaced."""
 
     config: ResolvedConfig
     model: ModelConfig
@@ -72,31 +72,32 @@ class Run:
     folder: Path
     loader: Loader
     validation: ValidationLoader | None
-    """None where the run never validates."""
+    """None if the run never validates."""
     engine: ZeroEngine
     routing: RoutingFiles
     origin: Origin
     model_type: str | None
-    """Hugging Face's type of the model that the weights came from, which an export keeps; None of new weights."""
+    """Hugging Face type of the imported model, which an export keeps; None for new weights."""
     progress: Progress
-    """Where the run begins."""
+    """Progress at which the run begins."""
     tokenizer_files: dict[str, bytes]
-    """What every checkpoint holds of the tokenizer, by name; read by rank 0 alone."""
+    """Tokenizer files that every checkpoint includes, by name; read by rank 0 only."""
     carried: Carried | None
-    """What every checkpoint holds of an imported model's other parts; known to rank 0 alone."""
+    """An imported model's other files that every checkpoint includes; known to rank 0 only."""
     expected: Expected
-    """What the plan says of a step."""
+    """The plan's estimate for a step."""
     stop: Stop
-    """What asks this rank to end the run."""
+    """Source of stop requests to this rank."""
 
     @property
     def is_rank_0(self) -> bool:
-        """True if this process writes the run's files and the console."""
+        """True on the rank that writes files and console output."""
         return self.mesh.rank == 0
 
     @cached_property
     def feed(self) -> StepFeed:
-        """Data of the remaining steps, in order."""
+        """Data for the remaining steps, in order."""
+        # Only rank 0 records degrees.
         measure = None
         if self.is_rank_0 and self.config.parallel.tokens_per_rank:
             measure = partial(degrees_of, causal=self.model.causal)
@@ -113,40 +114,41 @@ class Run:
 
     @cached_property
     def saver(self) -> Saver:
-        """Writer of the run's checkpoints."""
+        """The run's checkpoint writer."""
         step, ranks_here = self.progress.step, self.mesh.ranks_per_node
         beside = self.tokenizer_files, self.carried
         return run_saver(self.config, self.engine, self.model, *beside, step=step, ranks_here=ranks_here)
 
     @property
     def expert_layers(self) -> list[int]:
-        """Layers that have experts: the rows of every tensor with an L axis."""
+        """Layers with experts: the rows in every tensor with an L axis."""
         return expert_layers(self.model)
 
     def place(self, documents: PackedDocuments) -> Share:
-        """Return this rank's share of the tokens of a micro-batch with these documents."""
+        """Return this rank's share of a micro-batch's tokens with these documents."""
         return share_of(documents, self.config, self.mesh)
 
     def place_source(self, documents: PackedDocuments) -> Share:
-        """Return this rank's share of the tokens of a micro-batch's source."""
+        """Return this rank's share of a micro-batch's source tokens."""
         return share_of(documents, self.config, self.mesh, of_source=True)
 
     def first_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices, among all tokens of a step, of the first tokens of these rows."""
+        """Return the first token's index in the step for each of these rows."""
         return tuple(row * self.config.data.seq_len for row in rows)
 
     def first_source_tokens(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Return the same for the rows of sources."""
+        """Return the same for source rows."""
         return tuple(row * self.config.data.source_seq_len for row in rows)
 
     def token_indices(self, data: StepData) -> list[Tensor]:
-        """Return, for each of a step's micro-batches, the indices of this rank's tokens among all tokens of the step.
+        """Return this rank's token indices in the step, for each micro-batch.
 
-        −1 marks padding of a micro-batch for its ranks.
+        −1 marks a micro-batch's padding for its ranks.
         """
         found, row_tokens = [], self.config.data.seq_len
         for rows, shard in zip(data.rows, data.shards, strict=True):
             index = shard.placement.indices(self.mesh.context_rank)
+            # A micro-batch's rows are concatenated before they are sharded.
             row, place = index // row_tokens, index % row_tokens
             first = torch.tensor(self.first_tokens(rows))[row.clamp(max=len(rows) - 1)]
             found.append(torch.where(row < len(rows), first + place, -1))

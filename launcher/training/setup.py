@@ -1,4 +1,4 @@
-"""``build_run``: builds all parts of a run once, before its first step."""
+"""``build_run``: build all parts of a run once, before its first step."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ from parallel.zero.optimizer import OptimizerOptions
 def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) -> Run:
     """Resolve the config, check and build everything, on all ranks. Requires a process group. Collective.
 
-    Without a ``stop`` the run cannot be asked to end before its last step.
-    If resumed, results after its checkpoint are still in the folder: ``Trainer.train`` sets them aside.
+    Without ``stop`` the run cannot be asked to end before its last step. If it resumes, results after its checkpoint
+    are still in the folder: ``Trainer.train`` sets them aside.
     """
     machine = device_of_ranks(device)
     settled = settle(asked, machine)
-    # The leanest possible result: the data is unknown yet, and of the memory only the least that the run needs.
+    # The leanest possible result: data and free memory are still unknown, so assume packed rows, and that no larger
+    # setting fits.
     config = resolve(settled, replace(machine, fits=lambda _: False), Data(is_packed=True))
     model, parallel = config.model.config(), config.parallel
     mesh = Mesh.build(
@@ -67,12 +68,12 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
         carried = carried_by(origin)
 
     begin("building the model")
-    # Allocates the model: from here on an error costs the start-up time of every rank.
+    # Allocates the model: from here on, an error costs every rank its start-up time.
     engine = build_engine(config, mesh, accumulation=loader.micro_batches_per_step)
     begin("setting the weights", disk=True)
     progress = set_weights(origin, engine, model, seed=config.run.seed)
 
-    # Last, because the steps that this process takes are only known now.
+    # Last, because this process's steps are only known now.
     train = config.train
     routing = RoutingFiles(train.record_routing, train.replay_routing, model, train.tokens_per_step)
     steps = range(progress.step + 1, config.last_step + 1)
@@ -100,7 +101,6 @@ def build_run(asked: RunConfig, device: torch.device, stop: Stop | None = None) 
 def _resolved(
     settled: RunConfig, machine: Machine, loader: Loader, *, has_held_out: bool
 ) -> tuple[ResolvedConfig, list[Choice]]:
-    """Return the config of the run, and the choices made for it."""
     choices: list[Choice] = []
     # Document lengths are only read to choose the layout.
     is_packed = settled.parallel.layout == AUTO and leaves_remainders(loader.folders, settled.data.seq_len)
@@ -112,7 +112,7 @@ log = logging.getLogger(__name__)
 
 
 def build_engine(config: ResolvedConfig, mesh: Mesh, *, accumulation: int) -> ZeroEngine:
-    """Build the model over the mesh's ranks, under ZeRO, with unset weights."""
+    """Build the model over the mesh's ranks, under ZeRO, without initializing weights."""
     train = config.train
     options = OptimizerOptions(
         name=train.optimizer,
@@ -135,7 +135,7 @@ def build_engine(config: ResolvedConfig, mesh: Mesh, *, accumulation: int) -> Ze
 def set_weights(origin: Origin, engine: ZeroEngine, model: ModelConfig, *, seed: int) -> Progress:
     """Set the weights: from a run's checkpoint with its moments, from other weights, or at random. Collective.
 
-    Returns the run's progress.
+    Return the run's progress.
     """
     if origin.kind == "resumed":
         return _resume(origin, engine, model)
@@ -159,7 +159,6 @@ def _resume(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> Progress:
 
 
 def _start(origin: Origin, engine: ZeroEngine, model: ModelConfig) -> None:
-    """Load only a checkpoint's weights. Collective."""
     assert origin.folder is not None
     load_weights(origin.folder, engine, model)
     log.info("Started from the weights of %s.", origin.folder)

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def say_choice(choice: Choice) -> None:
-    """Log the choice of a step of ``resolve``, and the reason."""
+    """Log a choice made by ``resolve``, and the reason."""
     if choice.is_warning:
         log.warning("%s", choice.why)
     else:
@@ -56,7 +56,7 @@ def say_start(
 ) -> Expected:
     """Log the run's description, warnings and expected cost; raise ConfigError if memory is insufficient.
 
-    The console gets what a person looks at before the first step, the log all of it.
+    The console shows a summary, the log everything.
     """
     start = Start(
         config=config,
@@ -84,6 +84,7 @@ def say_start(
         device_name=device_name(device),
         steps=start.num_steps,
     )
+    # Before the model allocates memory.
     check_planned_memory(config, expected, ranks_here=mesh.ranks_per_node, free_bytes=start.free_bytes)
     log.info("%s", expected.line(), extra={ONLY_IN_FILE: True})
     seconds = None
@@ -95,7 +96,7 @@ def say_start(
 
 
 def first_degrees(config: ResolvedConfig, mesh: Mesh, loader: Loader) -> list[Degrees]:
-    """Return the placement of the next step's micro-batches on this rank's group; empty if the degree is fixed."""
+    """Return rank placement for the next step's micro-batches on this rank's group; empty if the degree is fixed."""
     if not config.parallel.tokens_per_rank:
         return []
     found = []
@@ -107,16 +108,16 @@ def first_degrees(config: ResolvedConfig, mesh: Mesh, loader: Loader) -> list[De
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Estimate of a step: bytes of the rank that needs most, and seconds of the slowest one."""
+    """Estimate for one step: bytes on the rank that needs most, and seconds on the slowest one."""
 
     hardware: str
     bytes: StepBytes
     host_bytes: int
-    """Of the machine's memory, for each rank, beside a GPU's own."""
+    """Host memory per rank, in addition to a GPU's own."""
     seconds: StepSeconds | None
-    """None on a GPU that no profile describes."""
+    """None on a GPU without a profile."""
     steps: int
-    """That this process takes."""
+    """Steps that this process takes."""
 
     def line(self) -> str:
         """Return one line for the log."""
@@ -139,7 +140,7 @@ class Expected:
         return f"{line}; {total:.3g} s a step, {short_duration(total * self.steps)} for all steps, as {self.hardware}."
 
     def record(self, step: int) -> Record:
-        """Return the same for metrics.jsonl."""
+        """Return the estimate for metrics.jsonl."""
         found: Record = {
             "kind": "event",
             "event": "plan",
@@ -157,7 +158,7 @@ class Expected:
 def expect(
     config: ResolvedConfig, world: World, documents: PackedDocuments, *, device_name: str, steps: int
 ) -> Expected:
-    """Estimate a step for a settled ``config``; ``documents`` are a micro-batch's on this rank's context group.
+    """Estimate a step for a resolved ``config``; ``documents`` are a micro-batch's on this rank's context group.
 
     ``device_name`` is "cpu" or a GPU's name.
     """
@@ -171,18 +172,20 @@ def expect(
     seconds, name = None, device_name
     if known is not None:
         seconds, name = slowest([rank.seconds for rank in ranks]), known.name
+    # The rank with the highest peak need not be the slowest one.
     largest = max((rank.bytes for rank in ranks), key=lambda of_rank: of_rank.peak)
     return Expected(hardware=name, bytes=largest, host_bytes=host_bytes, seconds=seconds, steps=steps)
 
 
 def find_hardware(device_name: str) -> Hardware | None:
-    """Return the profile of a run's devices: one that ``measure`` left in the working folder, or an included one.
+    """Return the profile for a run's devices: one that ``measure`` wrote into the working folder, or an included one.
 
     Return None for a GPU without either. Raise ConfigError if the measured one cannot be read.
     """
     device_type = "cuda"
     if device_name == "cpu":
         device_type = "cpu"
+    # A measured profile comes before the included ones, if it is for the same device type.
     if Path(MEASURED_FILE).is_file():
         measured = load_hardware(MEASURED)
         if measured.device_type == device_type:
@@ -190,16 +193,17 @@ def find_hardware(device_name: str) -> Hardware | None:
     if device_type == "cpu":
         return load_hardware("cpu")
     shipped = sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "cpu")
+    # A profile's file name is part of the device name, such as h100 in "NVIDIA H100 80GB HBM3".
     return next((load_hardware(stem) for stem in shipped if stem.upper() in device_name.upper()), None)
 
 
 def check_planned_memory(config: ResolvedConfig, expected: Expected, *, ranks_here: int, free_bytes: int) -> None:
-    """Raise ConfigError if a rank's peak exceeds free memory; ``free_bytes`` are a GPU's, or for all ranks."""
+    """Raise ConfigError if a rank's peak exceeds free memory: a GPU's, or on a CPU that for all local ranks."""
     if not config.run.memory_check:
         return
     needs, whose = expected.bytes.peak, "on its GPU"
     if expected.bytes.process:
-        # The ranks' current memory is not part of the free memory.
+        # The ranks' programs are already allocated, so free memory does not include them.
         needs, whose = ranks_here * (needs - expected.bytes.process), f"for the {ranks_here} of this machine"
     if needs <= free_bytes:
         return

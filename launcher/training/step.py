@@ -38,23 +38,23 @@ H = TypeVar("H", bound=StepHook)
 
 
 class TrainStep:
-    """Taker of a run's optimizer steps, one per call; hooks into them are in ``launcher/training/hooks``."""
+    """A run's optimizer steps, one per call; hooks into them are in ``launcher/training/hooks``."""
 
     def __init__(self, run: Run, hooks: Sequence[StepHook] | None = None) -> None:
-        """Use these hooks; None uses those that the run's config asks for."""
+        """Use these hooks; by default, those that the run's config requests."""
         self.run = run
         self.hooks = step_hooks(run) if hooks is None else list(hooks)
 
     def __call__(self, progress: Progress) -> tuple[Progress, Record]:
         """Take the next step; return the run's progress after it, and the step's record.
 
-        A hook may refuse the update: the step is then left out on all ranks. Collective.
+        A hook may refuse the update: the step is then skipped on all ranks. Collective.
         """
         run, number, started = self.run, progress.step + 1, time.perf_counter()
-        # If the run hangs, the activity of each rank is reported.
+        # If the run hangs, each rank's current activity is reported.
         begin("waiting for data", step=number)
         with ExitStack() as scope:
-            # 1. The step's rows, and this rank's shard of each micro-batch. The next step's are prepared meanwhile.
+            # 1. The step's rows, and this rank's shard of each micro-batch. The next step's are prefetched meanwhile.
             data, waited = run.feed.next_step()
             step = Step(
                 number=number, progress=progress, data=data, waited=waited, scope=scope, history=progress.history
@@ -94,7 +94,7 @@ class TrainStep:
         return after, record
 
     def forward_backward(self, step: Step) -> StepSums:
-        """Accumulate the gradients of the step's micro-batches; return this rank's sums of their reported values."""
+        """Accumulate gradients over the step's micro-batches; return this rank's sums for the reported values."""
         run, sums, load_LE = self.run, StepSums(), None
         if step.progress.expert_load_LE is not None:
             load_LE = load_share(step.progress.expert_load_LE).to(run.device)
@@ -102,7 +102,7 @@ class TrainStep:
             for each in step.each_micro_batch:
                 each(number)
             # Dropout and jitter depend only on the run's seed, the step and a token's index in it, so another degree or
-            # a resumed run draws the same numbers.
+            # a resumed run samples the same numbers.
             training_pass = TrainingPass(
                 seed=run.config.run.seed * 0x9E3779B1 + step.progress.step,
                 first_tokens=run.first_tokens(rows),
@@ -117,15 +117,13 @@ class TrainStep:
         return sums
 
     def hook(self, kind: type[H]) -> H | None:
-        """Return the hook of this class, if the steps have one."""
+        """Return the hook with this class, if the steps have one."""
         return next((hook for hook in self.hooks if isinstance(hook, kind)), None)
 
     def _balance(self, step: Step) -> Tensor | None:
-        """Move the routers' selection bias by the step's load (arXiv 2408.15664), and return the load.
-
-        After the optimizer, so that forward and backward use the same bias. The balance loss of the next step may also
-        read the load, or the previous step's if this one was left out.
-        """
+        """Move the routers' selection bias by the step's load (arXiv 2408.15664), and return the load."""
+        # After the optimizer, so that forward and backward use the same bias. The next step's balance loss may also
+        # read the load, or the previous step's if this one was skipped.
         run = self.run
         if not run.model.num_experts or step.failure is not None:
             return step.progress.expert_load_LE
@@ -153,7 +151,7 @@ class TrainStep:
 
 
 def _model_flops(run: Run, data: StepData) -> float:
-    """Return this rank's part of the step's model FLOPs: the ranks of a sequence each count all of it and divide it."""
+    """Return this rank's part of the step's model FLOPs: the context group's FLOPs, divided among its ranks."""
     # From the full batch: a causal shard's attention depends on tokens on other ranks.
     head_share = run.config.head_share
     sides = zip(data.lengths, data.source_lengths, strict=True)
@@ -162,7 +160,7 @@ def _model_flops(run: Run, data: StepData) -> float:
 
 
 def source_record(order: Mapping[str, Any]) -> Record:
-    """Return the tokens taken of each source of a mixture, by the loader's state; no field for a single folder."""
+    """Return the tokens taken from each source in a mixture, by the loader's state; empty for a single folder."""
     # For a single folder, ``tokens`` is the same.
     if "sources" not in order:
         return {}
@@ -170,7 +168,7 @@ def source_record(order: Mapping[str, Any]) -> Record:
 
 
 def degree_record(degrees: Sequence[Degrees]) -> Record:
-    """Return a train record's fields about the degrees of its documents; none if the degree is fixed."""
+    """Return a train record's fields about its documents' degrees; empty if the degree is fixed."""
     if not degrees:
         return {}
     ranks = [n for of_batch in degrees for n in of_batch.ranks]
@@ -182,9 +180,8 @@ def degree_record(degrees: Sequence[Degrees]) -> Record:
 
 
 def _speed(run: Run, counts: Counts, totals: StepTotals, *, seconds: float, waited: float) -> Record:
-    """Return a train record's fields about time, memory and work."""
     world_size = run.mesh.world_size
-    # None on a CPU, and on a GPU whose data sheet we do not have: then there is no MFU either.
+    # None on a CPU, and on a GPU without a known data sheet: then there is no MFU either.
     peak_flops = peak_device_flops(device_name(run.device), run.config.train.dtype)
     if peak_flops is not None:
         peak_flops *= world_size
@@ -200,7 +197,7 @@ def _speed(run: Run, counts: Counts, totals: StepTotals, *, seconds: float, wait
 
 
 def pair_record(totals: StepTotals, counts: Counts) -> Record:
-    """Return a train record's fields about the pair head; none without one."""
+    """Return a train record's fields about the pair head; empty without one."""
     if "pair" not in totals.sums:
         return {}
     pairs = max(1, counts["pairs"])
@@ -208,7 +205,7 @@ def pair_record(totals: StepTotals, counts: Counts) -> Record:
 
 
 def mtp_record(totals: StepTotals, counts: Counts) -> Record:
-    """Return a train record's field about multi-token prediction; none without it."""
+    """Return a train record's field about multi-token prediction; empty without it."""
     if "mtp_nll" not in totals.sums:
         return {}
     return {"mtp_loss": totals.sums["mtp_nll"] / max(1, counts["ahead"])}
@@ -220,7 +217,7 @@ def expert_record(totals: StepTotals, layers: Sequence[int], num_tokens: int) ->
     ``num_tokens`` is the step's, without padding.
     """
     loads, routers = totals.counts_LE.tolist(), totals.diagnostics
-    # A step of padding only divides by 1, not by 0.
+    # A step with only padding divides by 1, not by 0.
     tokens = max(1, num_tokens)
     chosen_L = totals.counts_LE.sum(1).clamp(min=1)
     balance_loss = router_z_loss = None

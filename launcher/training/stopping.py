@@ -1,6 +1,6 @@
-"""Stopping of a run on all ranks together: agreed in the sums of a step, saved once, with a command to resume.
+"""Stop a run on all ranks together: agreed in a step's sums, saved once, with a command to resume.
 
-Each rank adds its request to a step's sums (``Step.stop_asked``): all ranks learn of it at the same step, without an
+Each rank adds its request to a step's sums (``Step.stop_asked``): all ranks learn about it at the same step, without an
 additional collective. Validation asks once per micro-batch.
 """
 
@@ -32,15 +32,15 @@ from parallel.runtime.parents import is_launcher_word, launchers_above
 log = logging.getLogger(__name__)
 
 _LAUNCHER_SECONDS = 30.0
-"""DeepSpeed's launcher and torchrun, asked to end, kill ranks that are still there after so many seconds."""
+"""Seconds after which DeepSpeed's launcher and torchrun, asked to end, kill remaining ranks."""
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""The variable that tells torchrun another number of seconds."""
+"""Variable that sets these seconds for torchrun."""
 _SENDING_SECONDS = 10.0
-"""How long a run that was asked to stop waits for its store. What is missing there the next start sends."""
+"""Limit for a stopping run to wait for its store. The next start sends missing files."""
 
 
 def agree_on_stop(stop: Stop) -> bool:
-    """Return True if any rank has been asked to stop; then all of them stop. Collective."""
+    """Return True if any rank was asked to stop; then all of them stop. Collective."""
     asked = any_rank(stop.is_asked())
     if asked:
         stop.agree()
@@ -48,8 +48,8 @@ def agree_on_stop(stop: Stop) -> bool:
 
 
 def launcher_seconds(environment: Mapping[str, str]) -> float:
-    """Return the seconds that a rank's launcher, given its environment, waits for it once both were asked to end."""
-    # The variable is torchrun's own, of torch 2.12 and newer: DeepSpeed's launcher does not read it.
+    """Return how many seconds a rank's launcher, given its environment, waits for it once both were asked to end."""
+    # torchrun's own variable, in torch 2.12 and newer: DeepSpeed's launcher does not read it.
     is_read = "TORCHELASTIC_RUN_ID" in environment and "shutdown_timeout" in LaunchConfig.__dataclass_fields__
     if is_read and environment.get(SHUTDOWN_TIMEOUT, "").isdigit():
         return float(environment[SHUTDOWN_TIMEOUT])
@@ -57,7 +57,7 @@ def launcher_seconds(environment: Mapping[str, str]) -> float:
 
 
 class Stopping:
-    """End of a run, from the agreed step to its last message."""
+    """A run's end, from the agreed step to its last message."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._has_warned = run, False
@@ -65,14 +65,14 @@ class Stopping:
         self._command = started_by() or [sys.executable, *sys.argv]
 
     def settle(self, progress: Progress) -> Progress:
-        """Return a resumed run's progress; a validation that a stop left out may already be done. Collective."""
+        """Return a resumed run's progress; a validation skipped by a stop may already be done. Collective."""
         if not progress.validation_due:
             return progress
         was_done = on_rank_0(lambda: _was_validated(self._run.folder, progress.step))
         return replace(progress, validation_due=not was_done)
 
     def saved(self, seconds: float) -> None:
-        """Store the seconds of the last save; warn once if a launcher would not wait for one."""
+        """Store the last save's seconds; warn once if a launcher would not wait for one."""
         self._run.stop.save_seconds = seconds
         needed, granted = self._run.stop.reserve_seconds, launcher_seconds(os.environ)
         if needed > granted and not self._has_warned and self._run.is_rank_0:
@@ -94,15 +94,16 @@ class Stopping:
         """Record the stop after the saved step, and return the message for the user. Collective."""
         run, step = self._run, progress.step
         if not on_rank_0(lambda: bool(list_checkpoints(run.folder))):
-            # Asked before the first step: a folder without a checkpoint could not be resumed.
+            # Stopped before the first step: a folder without a checkpoint could not be resumed.
             save()
+        # Each rank knows only its own reason; the earliest one is reported.
         reasons: list[Reason | None] = gather_objects(run.stop.reason)
         first = min((reason for reason in reasons if reason is not None), key=lambda reason: reason.time)
         writer.write(_event(first, step))
-        # Work that takes ranks different times comes before they leave.
+        # Work that takes ranks different times comes before they exit.
         run.feed.close()
         run.saver.kept.leave(_SENDING_SECONDS)
-        # Leave together: a launcher ends the others as soon as one rank has left with an error.
+        # Exit together: a launcher ends the others as soon as one rank has exited with an error.
         gather_objects(None)
         newest = list_checkpoints(run.folder)[-1]
         return (
@@ -131,7 +132,7 @@ def _was_validated(folder: Path, step: int) -> bool:
 
 
 def going_on(command: Sequence[str]) -> str:
-    """Return a run's command line for resuming it: "auto" needs no change."""
+    """Return the command line that resumes a run: "auto" needs no change."""
     words, resume = take_flag(list(command), "--run.resume")
     if resume == AUTO:
         return shlex.join(command)

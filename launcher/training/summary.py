@@ -1,4 +1,4 @@
-"""Description of a run before anything is built: lines with its figures, and warnings."""
+"""Description of a run before anything is built: summary lines, and warnings."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from parallel.transport.select import resolve_transport
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Figures of a run before its first step."""
+    """Values that describe a run before its first step."""
 
     config: ResolvedConfig
     model: ModelConfig
     mesh: Mesh
     device: str
-    """Name of the device that ranks compute on."""
+    """Name of the ranks' device."""
     origin: Origin
     memory: Memory
     free_bytes: int
-    """Memory that is free: on one GPU, or on the CPU for all ranks of the machine."""
+    """Free memory: on one GPU, or on the CPU for all ranks on the machine."""
     free_disk_bytes: int
     packing: PackReport
-    """Rows of an epoch and their padding: counted, or estimated from its first block."""
+    """Rows per epoch and their padding: counted, or estimated from its first block."""
     forecast: Forecast | None = None
-    """What the run takes of each source of a mixture; None of one folder."""
+    """Tokens taken from each source in a mixture; None for one folder."""
     degrees: list[Degrees] = field(default_factory=list)
-    """How the micro-batches of the first step lie on their ranks; none where the degree is fixed."""
+    """Rank placement for the first step's micro-batches; empty if the degree is fixed."""
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that this process takes."""
+        """Steps that this process takes."""
         return max(0, self.config.last_step - self.origin.step)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of one checkpoint: a float32 master and two moments of each parameter."""
+        """Bytes per checkpoint: a float32 master and two moments for each parameter."""
         return 12 * sum(count_parameters(self.model).values())
 
     @property
     def num_checkpoints(self) -> int:
-        """Number of checkpoints that this process writes."""
+        """Checkpoints that this process writes."""
         if not self.num_steps:
             return 0
         every, last = self.config.checkpoint.every_steps, self.config.last_step
@@ -66,7 +66,7 @@ class Start:
 
 
 def introduction(start: Start) -> list[str]:
-    """Return the first lines of a run: its model, where that comes from, and its ranks."""
+    """Return a run's first lines: its model, the model's origin, and its ranks."""
     lines = [_model(start)]
     lines += _origin(start)
     lines.append(_ranks(start))
@@ -74,7 +74,7 @@ def introduction(start: Start) -> list[str]:
 
 
 def details(start: Start) -> list[str]:
-    """Return the further lines of a run's log: memory by ZeRO stage, steps, data, checkpoints."""
+    """Return further lines for a run's log: memory by ZeRO stage, steps, data, checkpoints."""
     lines = _side_by_side(start)
     lines.append(_memory(start))
     lines += _stages(start)
@@ -83,8 +83,9 @@ def details(start: Start) -> list[str]:
 
 
 def outlook(start: Start, peak_bytes: int, step_seconds: float | None) -> str:
-    """Return one line on what is to come; ``peak_bytes`` of a rank, ``step_seconds`` None if nobody knows."""
+    """Return one line about the coming steps; ``peak_bytes`` is per rank, ``step_seconds`` None if unknown."""
     line = f"Plan: {plural(start.num_steps, 'step')} of {start.config.train.tokens_per_step:,} tokens"
+    # A mixture's sources differ in their number of passes.
     if start.forecast is None:
         passes = start.num_steps * start.config.rows_per_step / start.packing.rows
         line += f", {passes:.2f} passes over the data"
@@ -104,7 +105,6 @@ def _model(start: Start) -> str:
 
 
 def _experts(start: Start) -> str:
-    """Describe the model's experts and their ranks; empty for a dense model."""
     model, parallel = start.model, start.config.parallel
     if not model.num_experts:
         return ""
@@ -121,7 +121,7 @@ def _experts(start: Start) -> str:
 
 
 def _origin(start: Start) -> list[str]:
-    """Describe the run's origin, and all changes to the fields of its model."""
+    """Describe the run's origin, and all changes to its model's fields."""
     origin = start.origin
     if origin.folder is None or origin.model is None:
         return []
@@ -164,6 +164,7 @@ def _side_by_side(start: Start) -> list[str]:
 
 
 def _memory(start: Start) -> str:
+    # On a CPU, the machine's ranks share its free memory.
     need, here = start.memory, plural(start.mesh.ranks_per_node, "rank")
     if start.device != "cpu":
         here = "each"
@@ -174,7 +175,6 @@ def _memory(start: Start) -> str:
 
 
 def _stages(start: Start) -> list[str]:
-    """Describe a rank's memory of the model in each ZeRO stage, one line each."""
     lines = []
     for stage, need in memory_by_stage(start.config, start.model, start.mesh.world_size).items():
         parts = ", ".join(
@@ -197,6 +197,7 @@ def _stages(start: Start) -> list[str]:
 def _steps(start: Start) -> str:
     config, train = start.config, start.config.train
     each = f"{plural(config.rows_per_step, 'row')} of {config.data.seq_len:,} tokens"
+    # plural only appends an s.
     micro_batches = plural(config.accumulation(start.mesh.world_size), "micro-batch").replace("batchs", "batches")
     rate = f"rate {train.lr:g}"
     if train.warmup_steps:
@@ -210,7 +211,6 @@ def _steps(start: Start) -> str:
 
 
 def _data(start: Start) -> str:
-    """Describe the total tokens, and the number of passes over the data."""
     packing, rows = start.packing, start.num_steps * start.config.rows_per_step
     if start.forecast is not None:
         return f"Data: {_short(rows * start.config.data.seq_len)} tokens in all: {_sources(start.forecast)}."
@@ -230,7 +230,6 @@ def _data(start: Start) -> str:
 
 
 def _sources(forecast: Forecast) -> str:
-    """Describe the tokens a run will have taken from each source, and the passes over it."""
     return ", ".join(
         f"{source.name} {_short(round(source.tokens))} ({source.epochs:.2f} passes)" for source in forecast.sources
     )
@@ -270,14 +269,14 @@ def warnings(start: Start) -> list[str]:
 
 
 _PEAK = 2
-"""Peak of weights, gradients and optimiser over what they hold between steps: 1.3 to 2 were measured on CPUs, by stage
-and dtype, with 68 million parameters on one rank. Starting and stepping copy parts of them."""
+"""Peak bytes for weights, gradients and optimizer, relative to those held between steps: 1.3 to 2 measured on CPUs, by
+stage and dtype, with 68 million parameters on one rank. Starting and stepping copy parts of them."""
 
 
 def _tight_memory(start: Start) -> str:
     need, ranks = start.memory, start.mesh.ranks_per_node
     peak = ranks * (_PEAK * (need.training - need.activations) + need.activations)
-    # The figure was only measured on CPUs.
+    # The factor was only measured on CPUs.
     if start.device != "cpu" or peak <= start.free_bytes:
         return ""
     return (
@@ -287,6 +286,7 @@ def _tight_memory(start: Start) -> str:
 
 
 def _constant_gates(start: Start) -> str:
+    # A constant gate passes no gradient to its router.
     if not start.model.has_constant_gates:
         return ""
     return (
@@ -369,7 +369,7 @@ def _changed_tokens(start: Start, before: int, now: int) -> str:
     """Describe the effect of changed tokens per step on a schedule that counts steps."""
     train, step = start.config.train, start.origin.step
     tokens = step * before + (train.steps - step) * now
-    # The tokens of the full run as it was begun, in steps of the new size.
+    # The run's original tokens, in steps with the new size.
     equal = step + (train.steps - step) * before / now
     return (
         f"It counts steps, not tokens: {train.steps:,} of them will have seen {_short(tokens)} tokens instead of "
@@ -382,17 +382,17 @@ _FREE = (
     *("data.train", "data.validation", "data.cache", "zero.nvme_path"),
     *("train.stop_after", "train.record_routing", "train.replay_routing"),
 )
-"""Keys that may differ without another course of training: where files are, and where this process ends."""
+"""Keys that may change without affecting training: file locations, and the last step in this process."""
 
 
 def changed_settings(before: Mapping[str, Any], config: ResolvedConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the keys of a resumed run that differ from its checkpoint: name -> (before, now)."""
+    """Return a resumed run's keys that differ from its checkpoint: name -> (before, now)."""
     now = dataclasses.asdict(config)
     changes: dict[str, tuple[Any, Any]] = {}
     for section in _WATCHED:
         for key, value in now[section].items():
             name = f"{section}.{key}"
-            # A key that the checkpoint's release did not have is not a change.
+            # A key missing in the checkpoint's release is not a change.
             was = before.get(section, {}).get(key, value)
             # "auto" depends on the machine, and may resolve to the same value.
             if was != value and name not in _FREE and "auto" not in (was, value):

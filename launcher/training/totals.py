@@ -1,4 +1,4 @@
-"""Sums of a step over its micro-batches and over all ranks.
+"""A step's sums over its micro-batches and over all ranks.
 
 Axes: L expert layers, E experts.
 """
@@ -19,18 +19,18 @@ from parallel.comm.world import sum_over_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Sums over all ranks and micro-batches of a step: the same on every rank, known before the update."""
+    """A step's sums over all ranks and micro-batches: the same on every rank, known before the update."""
 
     sums: Mapping[str, float]
-    """Of the task's terms."""
+    """The task's terms."""
     counts_LE: Tensor
-    """Tokens that chose the expert, by layer, int64; [0, 0] in a dense model."""
+    """Tokens per expert, by layer, int64; [0, 0] in a dense model."""
     diagnostics: RouterDiagnostics
-    """Of the routers, each [L]."""
+    """Router statistics, each [L]."""
     flops: float
     """Model FLOPs."""
     summed: Mapping[str, Tensor] = field(default_factory=dict)
-    """What hooks had summed, by name; on the CPU."""
+    """Sums that hooks requested, by name; on the CPU."""
 
     @property
     def finite(self) -> bool:
@@ -38,13 +38,13 @@ class StepTotals:
         return all(map(math.isfinite, self.sums.values()))
 
     def broken_routers(self, layers: Sequence[int]) -> list[str]:
-        """Return expert layers with non-finite router logits, and the number of such tokens; the same on every rank."""
+        """Return expert layers with non-finite router logits, and their token counts; the same on every rank."""
         counts = zip(layers, self.diagnostics.non_finite_tokens.tolist(), strict=True)
         return [f"model.layers.{layer} ({int(count):,} tokens)" for layer, count in counts if count]
 
 
 class StepSums:
-    """This rank's sums over the micro-batches of a step; they stay on its device until ``over_ranks``."""
+    """This rank's sums over a step's micro-batches; they stay on its device until ``over_ranks``."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class StepSums:
         return bool(scalars.isfinite().all()) and not RouterDiagnostics._make(diagnostics).non_finite_tokens.any()
 
     def over_ranks(self, flops: float, summed: Mapping[str, Callable[[torch.device], Tensor]]) -> StepTotals:
-        """Return sums over all ranks of these, of ``flops``, and of the numbers [n] that ``summed`` gives by name.
+        """Return sums over all ranks for these values, for ``flops``, and for the numbers [n] in ``summed``, by name.
 
         Collective: a single one for everything that a step reports.
         """

@@ -1,4 +1,4 @@
-"""``Trainer``: the loop of a run, from its origin to its last step."""
+"""``Trainer``: a run's loop, from its origin to its last step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Loop over steps, validations and checkpoints of one run."""
+    """Loop over one run's steps, validations and checkpoints."""
 
     def __init__(self, run: Run, *, train_step: TrainStep | None = None) -> None:
         """Prepare the loop; callers may pass their own ``train_step``."""
@@ -43,15 +43,15 @@ class Trainer:
             self._sampler = Sampler(run)
         self._loss: float | None = None
         self._validation_losses: dict[int, float] = {}
-        """The last one by its step, if it was a number."""
+        """Last validation loss by its step, if it was finite."""
         self._stopping = Stopping(run)
         self.is_in_store = True
-        """Whether the run's store has its last checkpoint, once the run is done; True without a store."""
+        """True if the run's store has its last checkpoint, once the run is done; always True without a store."""
 
     def train(self) -> str | None:
         """Run the remaining steps, validating and saving as configured, and write the report. Collective.
 
-        Returns a message for the user if the run was asked to stop before its end, and has saved; otherwise None.
+        Return a message for the user if the run was asked to stop before its end, and has saved; otherwise None.
         """
         run, config, last = self.run, self.run.config, self.run.config.last_step
         self.progress = self._stopping.settle(self.progress)
@@ -73,12 +73,12 @@ class Trainer:
             if run.origin.kind == "resumed":
                 writer.write({"kind": "event", "event": "resume", "step": self.progress.step})
             writer.write(run.expected.record(self.progress.step))
-            # The first point of the curve: the loss of the weights before this run changes them.
+            # The curve's first point: the loss before this run changes the weights.
             if config.validation.rows and (run.origin.kind == "started" or self.progress.validation_due):
                 self._validate(writer)
             while self.progress.step < last and not self.progress.stop_asked:
                 self._take_recorded_step(writer)
-                # Validation comes before the save: an existing checkpoint has all records up to its step.
+                # Validate before saving: an existing checkpoint has all records up to its step.
                 if config.validation.rows and config.validates_after(self.progress.step):
                     self._validate(writer)
                 if self.progress.stop_asked or config.saves_after(self.progress.step):
@@ -94,15 +94,15 @@ class Trainer:
     def take_step(self) -> Record:
         """Take one optimizer step and return its record; raise TrainingError if the run must end. Collective."""
         self.progress, record = self._train_step(self.progress)
-        # The last step is agreed on as well: work after it is waited for.
+        # The last step counts as agreed as well: ranks wait for the work after it.
         if self.progress.stop_asked or self.progress.step == self.run.config.last_step:
             self.run.stop.agree()
         return record
 
     def _open_folder(self) -> None:
-        """Cut the folder's history at the start of this process, and write this process's config to it."""
+        """Truncate the folder's history to this process's first step, and write this process's config to it."""
         run = self.run
-        # Only now, with everything that could refuse this start passed: a refused start changes no file.
+        # Only now, after every check that could reject this start: a rejected start changes no file.
         if run.origin.goes_on:
             on_rank_0(lambda: _rewind(run, self.progress.step))
         if run.is_rank_0:
@@ -110,15 +110,15 @@ class Trainer:
         run.saver.kept.begin()
 
     def _take_recorded_step(self, writer: RecordWriter) -> None:
-        """Take a step and write its record, even if the step could not be taken."""
+        """Take a step and write its record, even if the step failed."""
         try:
             record = self.take_step()
             writer.write(record)
-            # All records up to the step of a checkpoint are written before it is committed.
+            # All records up to a checkpoint's step are written before it is committed.
             loss = math.nan if record["loss"] is None else record["loss"]
             self.run.saver.after_step(record["step"], loss)
             self._stopping.saved(self.run.saver.seconds)
-            # A step that was left out, or one without counted tokens, does not show the current loss.
+            # A skipped step, or one without counted tokens, does not show the current loss.
             if "skipped" not in record and record["loss"] is not None:
                 self._loss = loss
         except TrainingError as error:
@@ -127,7 +127,7 @@ class Trainer:
             raise
 
     def _validate(self, writer: RecordWriter) -> None:
-        """Measure the held-out loss and write its record, unless interrupted by a stop. Collective."""
+        """Compute the held-out loss and write its record, unless a stop interrupts it. Collective."""
         run = self.run
         writer.doing("validating")
         assert run.validation is not None
@@ -148,6 +148,7 @@ class Trainer:
             return
         if self._sampler is not None:
             record["sample"] = self._sampler.sample()
+        # Only the newest one can belong to the next checkpoint.
         self._validation_losses.clear()
         if record["loss"] is None and run.is_rank_0:
             log.warning("No token of the validation rows counts: there is no loss. More rows may: validation.rows=N.")
@@ -163,7 +164,7 @@ class Trainer:
             log.info("%s", checked_line(compared))
 
     def _save(self) -> None:
-        """Begin to save a checkpoint, and wait for it if it is the last one. Collective."""
+        """Start to save a checkpoint, and wait for it if it is the last one. Collective."""
         run, step = self.run, self.progress.step
         replicas = self._train_step.hook(ReplicaWatch)
         sums = [] if replicas is None else replicas.before_save(step)
@@ -173,14 +174,14 @@ class Trainer:
                 training=_training_state(run, self.progress, self._validation_losses),
                 loss=self._loss,
                 sums=sums,
-                # No other step can be taken meanwhile.
+                # No step follows that could overlap with the save.
                 wait=self.progress.stop_asked or step == run.config.last_step,
             )
         self._stopping.saved(run.saver.seconds)
 
 
 def _open_trackers(run: Run, step: int) -> Trackers:
-    """Open the trackers, on rank 0, of a run that goes on from ``step``."""
+    """Open the trackers, on rank 0, for a run that continues from ``step``."""
     config = run.config
     if not run.is_rank_0:
         return Trackers()
@@ -197,7 +198,7 @@ def _open_trackers(run: Run, step: int) -> Trackers:
 
 
 def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int, float]) -> dict[str, Any]:
-    """Return the state a resumed run needs apart from weights and moments, and values that decide on its retention."""
+    """Return the state a resumed run needs in addition to weights and moments, and values that decide its retention."""
     # No other value depends on world size or ZeRO stage: these two are stored for people to read.
     return {
         **progress.state(),
@@ -211,16 +212,16 @@ def _training_state(run: Run, progress: Progress, validation_losses: Mapping[int
 
 
 def _leave_as_it_is(run: Run, step: int) -> bool:
-    """Log that the run is finished, and write nothing; return True if the store has its last checkpoint."""
+    """Log that the run is finished, without writing files; return True if the store has its last checkpoint."""
     log.info("Nothing to do: the run is at step %d of %d. Raise train.steps to go on.", step, run.config.last_step)
     run.saver.kept.begin()
     return broadcast_object(run.saver.kept.leave())
 
 
 def _finish(run: Run, step: int) -> bool:
-    """Wait for the last checkpoint, write the report, and log the paths of both. Collective.
+    """Wait for the last checkpoint, write the report, and log both paths. Collective.
 
-    Returns True if the run's store has that checkpoint, or if there is no store.
+    Return True if the run's store has that checkpoint, or if there is no store.
     """
     run.saver.finish()
     is_in_store = broadcast_object(run.saver.kept.leave())
@@ -238,7 +239,7 @@ def _finish(run: Run, step: int) -> bool:
 
 
 def _next_lines(run: Run, step: int) -> list[str]:
-    """Return commands that look at what was trained, and take it elsewhere: with folders of this step's own."""
+    """Return commands that sample from, evaluate and export the trained model, with folders named after this step."""
     folder, model = run.folder, run.config.model
     export = ours("convert", "--to", "hf", folder, folder / f"hf_{step:06d}")
     if not model.causal or model.encoder_layers:
@@ -254,7 +255,7 @@ def _next_lines(run: Run, step: int) -> list[str]:
 def _rewind(run: Run, step: int) -> None:
     """Set aside results after this step, which will be redone. The process may be killed at any point."""
     if run.origin.begins_again:
-        # Discard records of step 0, too.
+        # Discard records from step 0, too.
         step = -1
     remove_leftovers(run.folder)
     # Checkpoints go first: metrics may be newer than the newest checkpoint, never older.
@@ -273,7 +274,6 @@ def _rewind(run: Run, step: int) -> None:
 
 
 def _say_missing_rows(run: Run, step: int) -> None:
-    """Warn of missing rows that must have been written, according to a checkpoint of this folder."""
     newest = list_checkpoints(run.folder)
     missing = missing_steps(run.folder, step)
     if not missing or not newest or int(newest[-1].name.removeprefix("step_")) != step:
@@ -291,4 +291,4 @@ def _say_missing_rows(run: Run, step: int) -> None:
 
 
 _MISSING_NAMED = 5
-"""Gaps that a warning names."""
+"""Limit on gaps named in a warning."""

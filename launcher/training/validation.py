@@ -34,13 +34,13 @@ def validate(
     source_names: Sequence[str] = (),
     stops: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
-    """Return a validation record without its step: loss, unigram entropy, loss by position and source. Collective.
+    """Compute a validation record without its step: loss, unigram entropy, loss by position and source. Collective.
 
     Return None if ``stops`` interrupts it. All ranks call ``stops`` before each micro-batch, with the same result.
 
-    ``bytes_per_token`` is the mean number of bytes of text in a token of this data, if known; ``source_names`` are the
-    names for the numbers in ``Batch.sources``. ``shards`` are this rank's tokens of each micro-batch, which ``task``
-    reads on ``device``. Sums are float64, so the loss depends on the number of ranks by rounding only.
+    ``bytes_per_token`` is this data's mean number of text bytes per token, if known; ``source_names`` are the names for
+    the numbers in ``Batch.sources``. ``shards`` are this rank's tokens from each micro-batch, which ``task`` reads on
+    ``device``. Sums are float64, so the loss depends on the number of ranks by rounding only.
     """
     edges = position_edges(seq_len)
     nll_by_bin = torch.zeros(len(edges), dtype=torch.float64)
@@ -61,7 +61,7 @@ def validate(
         nll_by_bin += torch.bincount(bins, nll[counted], minlength=len(edges))
         targets_by_bin += torch.bincount(bins, minlength=len(edges))
         if batch.sources is not None:
-            # Only documents have targets, so no number here is that of padding.
+            # Only documents have targets, so padding contributes no number here.
             sources = batch.sources[batch.document_ids.flatten().cpu()[counted]]
             nll_by_source += torch.bincount(sources, nll[counted], minlength=len(source_names))
             targets_by_source += torch.bincount(sources, minlength=len(source_names))
@@ -81,19 +81,19 @@ def validate(
         "num_targets": num_targets,
         "loss_by_position": _by_position(edges, seq_len, nll_by_bin, targets_by_bin),
     }
-    # For a mixture of one source it equals the loss.
+    # For a mixture with one source it equals the loss.
     if len(source_names) > 1:
         record["loss_by_source"] = _by_source(source_names, nll_by_source, targets_by_source)
     return record
 
 
 def position_edges(seq_len: int) -> list[int]:
-    """Return the starts of the position bins: 0, 1, 2, 4, 8, … below ``seq_len``."""
+    """Return the position bins' starts: 0, 1, 2, 4, 8, … below ``seq_len``."""
     return [0] + [2**n for n in range(max(0, seq_len - 1).bit_length())]
 
 
 def entropy(histogram: Tensor) -> float | None:
-    """Return −Σ p·ln p in nats of a histogram's distribution, the loss of the best model without context.
+    """Return −Σ p·ln p in nats for a histogram's distribution, the loss of the best model without context.
 
     Return None if the histogram is empty.
     """
@@ -113,7 +113,7 @@ def _by_source(names: Sequence[str], nll: Tensor, targets: Tensor) -> dict[str, 
 
 
 def _by_position(edges: list[int], seq_len: int, nll: Tensor, targets: Tensor) -> list[dict[str, Any]]:
-    """Return a dictionary for each bin that has targets; other bins are left out."""
+    """Return a dictionary for each bin with targets; leave out other bins."""
     stops = edges[1:]
     stops.append(seq_len)
     return [
@@ -124,7 +124,7 @@ def _by_position(edges: list[int], seq_len: int, nll: Tensor, targets: Tensor) -
 
 
 class Sampler:
-    """Sampler of texts for a run's validations."""
+    """Text sampler for a run's validations."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -155,10 +155,10 @@ class Sampler:
 
     @torch.no_grad()
     def _next(self, ids: list[int]) -> int:
-        """Return the likeliest token after ``ids``, the same on every rank. Collective."""
+        """Return the most likely token after ``ids``, the same on every rank. Collective."""
         run = self.run
-        # All ids are read again for each token, in the same way as in validation: that works on every mesh and ZeRO
-        # stage, and a few dozen tokens cost less than the validation itself.
+        # All ids are read again for each token, as in validation: that works on every mesh and ZeRO stage, and a few
+        # dozen tokens cost less than the validation itself.
         shard = shard_batch(self._batch(ids), run.config, run.mesh).to(run.device)
         decoder = run.engine.model.network
         hidden_BtM = hidden_states(decoder, shard)
@@ -166,20 +166,20 @@ class Sampler:
         # Every rank computes logits, since ZeRO-3 gathers the head from all ranks; one rank has the last token.
         at = int(is_last_t.int().argmax())
         likeliest = decoder.logits(hidden_BtM[:, at : at + 1]).flatten().argmax()
+        # Exactly one rank adds the token, so the sum broadcasts it.
         chosen = torch.zeros(1, dtype=torch.int64)
         if bool(is_last_t.any()) and run.mesh.data_rank == 0:
             chosen[0] = int(likeliest)
         return int(sum_over_ranks(chosen))
 
     def _batch(self, ids: list[int]) -> Batch:
-        """Return a batch of the document so far, and its source if it has one."""
         batch = self._row(ids)
         if self._source_ids:
             batch = replace(batch, source=self._row(self._source_ids))
         return batch
 
     def _row(self, ids: list[int]) -> Batch:
-        """Return one row with a document, padded to a length that the ranks of a sequence can split."""
+        """Return one row with a document, padded to a length that a context group can split."""
         parallel = self.run.config.parallel
         parts = num_parts(parallel.layout, parallel.context, parallel.ulysses)
         padding = -len(ids) % parts

@@ -1,1 +1,1 @@
-"""Check that a run's own configuration, made small, computes each of its parts as one plain process does."""
+"""Check that a run's own configuration, scaled down, computes each part as one plain process does."""

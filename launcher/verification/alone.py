@@ -1,7 +1,8 @@
-"""The same steps in one process with PyTorch's own parts, not split, sent, chunked, stored or recomputed.
+"""Reference steps in one process with PyTorch's own operators: no sharding, collectives, chunks, offloading or
+recomputation.
 
-Each step begins with the weights of the run's own step, and uses the run's choices of experts; AdamW gets the run's
-gradients. So an error comes from one part of one step, without accumulated rounding.
+Each step starts from the weights in the run's own step, and uses the run's expert choices; AdamW gets the run's
+gradients. An error therefore comes from one part in one step, without accumulated rounding.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from parallel.zero.muon import Muon, matrices_of, whole_matrices
 
 
 class Alone:
-    """Model of one process, its float32 masters, and their optimizer."""
+    """Single-process model, its float32 masters, and their optimizer."""
 
     def __init__(self, config: ResolvedConfig, world_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Begin with the run's weights on ``world_size`` ranks: rounded to its dtype, even if ``dtype`` differs."""
+        """Start from the run's weights on ``world_size`` ranks: rounded to its dtype, even if ``dtype`` differs."""
         self.config, self.model = config, config.model.config()
         micro_batches = config.micro_batches(world_size)
+        # All data ranks' rows, micro-batch by micro-batch, as one process must compute them.
         numbers = product(range(len(micro_batches)), range(micro_batches.data_degree))
         self._rows = [micro_batches.rows(number, data_rank) for number, data_rank in numbers]
         self.lm = build_objective(
@@ -47,18 +49,18 @@ class Alone:
         self.optimizer = _optimizer(config, self.lm, self.masters)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the current masters and buffers, flat."""
+        """Return the current masters and buffers, flattened."""
         found = {name: master.detach().clone().flatten() for name, master in self.masters.items()}
         found.update((name, x.detach().float().clone().flatten()) for name, x in self.lm.network.named_buffers())
         return found
 
     def steps(self, run: Sequence[StepState]) -> Iterator[StepState]:
-        """Yield the state of each step that the ``run`` has taken."""
+        """Yield the reference state for each step that the ``run`` has taken."""
         model, load_LE = self.model, None
         for step, theirs in enumerate(run):
             with torch.no_grad():
                 for name, p in self.lm.network.named_parameters():
-                    # Rounded like the run's weights, in any dtype used here.
+                    # Rounded like the run's weights, whatever dtype is used here.
                     p.copy_(self.masters[name].to(self.config.dtype))
             streams = [micro_batch(self.config, step, rows).to(self.device) for rows in self._rows]
             batches = [self.lm.prepare(stream) for stream in streams]
@@ -67,9 +69,9 @@ class Alone:
             nll, counts_LE, counts, routers = self._gradients(batches, tokens, step, load_LE, theirs.experts_LTk)
             norm = _clip(self.masters, self.config.train.clip_norm)
             gradients = {name: _gradient(master).clone().flatten() for name, master in self.masters.items()}
-            # The optimizer's step with the run's gradients.
+            # Optimizer step with the run's gradients.
             for name, master in self.masters.items():
-                # A copy, which Muon overwrites with its update.
+                # A copy, because Muon overwrites it with its update.
                 master.grad = theirs.gradients[name].to(master, copy=True).view_as(master)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -84,7 +86,7 @@ class Alone:
                 weights=self.weights(),
                 routers=tuple(routers),
             )
-            # The next step begins with the run's weights.
+            # The next step starts from the run's weights.
             with torch.no_grad():
                 for name, master in self.masters.items():
                     master.copy_(theirs.weights[name].view_as(master))
@@ -92,7 +94,7 @@ class Alone:
     def _gradients(
         self, batches: list[Batch], tokens: list[slice], step: int, load_LE: Tensor | None, experts_LTk: Tensor | None
     ) -> tuple[float, Tensor | None, Counts, list[RouterState]]:
-        """Accumulate the step's gradients in float32. Return Σ nll, experts' counts, the step's counts, and routers."""
+        """Accumulate the step's gradients in float32. Return Σ nll, expert counts, the step's counts, and routers."""
         counts, nll, counts_LE = self.lm.count(batches), 0.0, None
         routers: list[RouterState] = []
         for batch, of_batch in zip(batches, tokens, strict=True):
@@ -107,7 +109,7 @@ class Alone:
                 expert_load_LE=load_LE,
                 replay=replay,
             )
-            # A run concatenates the rows of a micro-batch; here they stay rows, each with its documents.
+            # A run concatenates a micro-batch's rows; here they stay rows, each with its documents.
             with recorded_routers(self.lm, tuple(chosen_LNk), routers):
                 loss = self.lm.loss_sum(self.lm(batch, training_pass))
             self.lm.loss(loss, counts).backward()
@@ -127,9 +129,10 @@ class Alone:
 
 def _clip(masters: dict[str, Tensor], clip_norm: float) -> float:
     """Scale the gradients down to this norm (0: never); return their norm before scaling."""
-    # In float64: in float32 the sum of millions of squares is off in the fifth digit.
+    # In float64: in float32 the sum over millions of squares is off in the fifth digit.
     squares = [_gradient(master).double().square().sum() for master in masters.values()]
     norm = float(torch.stack(squares).sum().sqrt())
+    # The same epsilon as in torch's clip_grad_norm_.
     factor = clip_norm / (norm + 1e-6)
     if clip_norm and factor < 1:
         for master in masters.values():
@@ -142,6 +145,7 @@ def _optimizer(config: ResolvedConfig, lm: Task, masters: dict[str, Tensor]) -> 
     train = config.train
     muons = matrices_of(lm.network) if train.optimizer == "muon" else {}
     rest = {name: p for name, p in masters.items() if name not in muons}
+    # As in a run: weight decay only for matrices, and Muon for some of them.
     kinds = [
         ([p for p in rest.values() if p.ndim >= 2], train.weight_decay, False),
         ([p for p in rest.values() if p.ndim < 2], 0.0, False),

@@ -1,9 +1,9 @@
 """Check that a run's routers choose experts that a correct program may choose.
 
-Two correct programs choose differently if the scores of two experts are almost equal, and compute different functions
-from there on. So the run's choices are recorded and replayed in one process: gradients then differ by rounding only,
-and the choices are checked here, with the logits of one process. Each logit may be off by a bound; a choice is
-explained if the logits, moved by that bound in its favour, lead to it.
+Two correct programs choose differently if two experts have almost equal scores, and compute different functions from
+there on. The run's choices are therefore recorded and replayed in one process: gradients then differ by rounding only,
+and the choices are checked here, against one process's logits. Each logit may be off by a bound; a choice is explained
+if the logits, moved by that bound in its favour, lead to it.
 
 Axes: N tokens, E experts, k experts per token.
 """
@@ -24,7 +24,7 @@ from longctx.model.experts.router import Router, route
 
 @dataclass(frozen=True)
 class RouterState:
-    """One router in one micro-batch: its logits, its selection bias, and the choices that it was given."""
+    """One router in one micro-batch: logits, selection bias, and the choices it was given."""
 
     logits_NE: Tensor
     bias_E: Tensor | None
@@ -33,7 +33,8 @@ class RouterState:
 
 @contextmanager
 def recorded_routers(model: nn.Module, chosen_LNk: Sequence[Tensor], into: list[RouterState]) -> Iterator[None]:
-    """Append the state of each router, in layer order, during a forward pass of ``model`` with these choices."""
+    """Append each router's state, in layer order, during a forward pass through ``model`` with these choices."""
+    # Routers run in layer order, so each hook call takes the next layer's choices.
     ids = iter(chosen_LNk)
 
     def record(router: Router, _: Any, logits_NE: Tensor) -> None:
@@ -51,10 +52,11 @@ def recorded_routers(model: nn.Module, chosen_LNk: Sequence[Tensor], into: list[
 
 
 def unexplained_share(state: RouterState, slack: float, model: ModelConfig) -> float:
-    """Return the share of tokens whose experts would not be chosen by any logits within ``slack`` of these."""
+    """Return the share of tokens with experts that no logits within ``slack`` of these would choose."""
     logits_NE, ids_Nk = state.logits_NE, state.chosen_Nk
     if not len(ids_Nk):
         return 0.0
+    # The most favourable logits: raise the chosen experts and lower all others by ``slack``, then route again.
     is_chosen_NE = torch.zeros_like(logits_NE, dtype=torch.bool).scatter_(1, ids_Nk, True)
     favourable_NE = torch.where(is_chosen_NE, logits_NE + slack, logits_NE - slack)
     again_Nk = route(favourable_NE, model, bias_E=state.bias_E).experts_Nk

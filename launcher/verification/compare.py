@@ -1,7 +1,7 @@
-"""Comparison of the steps of two programs by part of the model: their difference, compared with that of rounding.
+"""Compare steps from two programs by model part: their difference, relative to that caused by rounding.
 
-In float32 two correct programs differ by the order of their sums. In bfloat16 both are far from float32, a correct one
-about as far as the other: its error is measured relative to the other's. This holds for rows of any length: the other
+In float32 two correct programs differ by summation order. In bfloat16 both are far from float32, a correct one about as
+far as the other: its error is measured relative to the other's. This holds for rows of any length: the reference
 process loses the same precision in the same step, with the same weights and the same experts.
 """
 
@@ -20,53 +20,54 @@ from launcher.verification.choices import RouterState, unexplained_share
 from longctx.config import ModelConfig
 
 LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-5, 1e-4, 1e-3
-"""Of float32, relative: of a loss; of a gradient and its norm; of the way that weights have gone. AdamW divides a
-gradient by its own size, so that the smallest ones weigh as much as the largest. It is float32 in every run."""
+"""Relative float32 bounds: for a loss; for a gradient and its norm; for the distance that weights have moved. AdamW
+divides a gradient by its own size, so that the smallest ones weigh as much as the largest. It is float32 in every run.
+"""
 BFLOAT16_LOSS_BOUND = 1e-2
-"""Of bfloat16, which has two digits: the mean of a few tokens' losses has them too."""
+"""For bfloat16, which has two digits: the mean over a few tokens' losses has them too."""
 GRADIENT_ERROR_BOUND = 2.0
-"""Of bfloat16: by how much an error may exceed that of one process, which is as much by chance."""
+"""For bfloat16: ratio by which an error may exceed one process's error, which is as large by chance."""
 _LAYER = re.compile(r"(model|encoder)\.layers\.(\d+)\.(.*)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepState:
-    """Loss and gradient of a step, and the weights after it."""
+    """A step's loss and gradients, and the weights after it."""
 
     loss: float
-    """Negative log-likelihood of a target."""
+    """Negative log-likelihood per target."""
     grad_norm: float
     """Before clipping."""
     gradients: dict[str, Tensor]
-    """Clipped, float32, flat, by the name of the weight."""
+    """Clipped, float32, flat, by weight name."""
     weights: dict[str, Tensor]
-    """The optimiser's float32 copies, after the step."""
+    """The optimizer's float32 masters, after the step."""
     experts_LTk: Tensor | None = None
-    """The experts that the run chose for each token of the step, by layer of experts; None in a dense model."""
+    """Experts that the run chose for each token in the step, by expert layer; None in a dense model."""
     routers: tuple[RouterState, ...] = ()
-    """One process's routers, micro-batch by micro-batch, when it made the run's choices."""
+    """Reference routers, micro-batch by micro-batch, with the run's choices replayed."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure of one part of the model."""
+    """Error and bound for one quantity in one model part."""
 
     step: int
-    """From 1."""
+    """Counted from 1."""
     part: str
     what: str
-    """experts chosen, loss, gradient norm, gradients, weights."""
+    """One of: experts chosen, loss, gradient norm, gradients, weights."""
     error: float
     bound: float
 
     @property
     def held(self) -> bool:
-        """True if the error is within its bound; NaN never is."""
+        """True if the error is within its bound; never for NaN."""
         return self.error <= self.bound
 
 
 def part_of(name: str) -> str:
-    """Return the part of the model that a weight belongs to: in a layer norms, attention, router, experts or FFN."""
+    """Return a weight's model part: in a layer norms, attention, router, experts or FFN."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return name.removesuffix(".weight").removeprefix("model.")
@@ -96,10 +97,10 @@ def compare(
     *,
     model: ModelConfig,
 ) -> list[Finding]:
-    """Return all figures of all steps, in the order of computation.
+    """Return all results for all steps, in the order of computation.
 
-    ``wanted`` are one process's states in float32, ``start`` the weights before the first step. ``other`` are those of
-    one process in the run's own dtype, if that is not float32: then errors are relative to its errors. Both follow
+    ``wanted`` holds one process's states in float32, ``start`` the weights before the first step. ``other`` holds one
+    process's states in the run's own dtype, if that is not float32: then errors are relative to its errors. Both follow
     ``got``, step by step.
     """
     findings = []
@@ -114,10 +115,10 @@ def compare(
 
 
 def _choices(step: int, wanted: StepState, other: StepState | None, model: ModelConfig) -> Iterator[Finding]:
-    """Yield, for each router, the share of tokens whose experts are not explained by rounding."""
+    """Yield, for each router, the share of tokens with experts that rounding does not explain."""
     layers = expert_layers(model)
     for number, state in enumerate(wanted.routers):
-        # The other process's logits are off by chance, too: the largest error of one may be half of the other's.
+        # The other process's logits are off by chance, too: one's largest error may be half the other's.
         slack = GRADIENT_BOUND * float(state.logits_NE.abs().max())
         if other is not None:
             slack = GRADIENT_ERROR_BOUND * float((other.routers[number].logits_NE - state.logits_NE).abs().max())
@@ -145,13 +146,15 @@ def _step(
     for what, bound in (("gradients", GRADIENT_BOUND), ("weights", WEIGHT_BOUND)):
         mine, theirs = getattr(got, what), getattr(wanted, what)
         for part, names in _parts(theirs).items():
+            # Gradient errors are relative to the gradient, or in bfloat16 to one process's error; weight errors are
+            # relative to the distance moved.
             distance = _distance(mine, theirs, names)
             scale, limit = _size(theirs, names), bound
             if what == "weights":
                 scale = _distance(before, theirs, names)
             elif other is not None:
                 scale, limit = _distance(other.gradients, theirs, names), GRADIENT_ERROR_BOUND
-            # A part without a gradient, such as a bias that is added to nothing, is either equal or wrong.
+            # A part without a gradient, such as a bias without effect, is either equal or wrong.
             error = 0.0
             if distance:
                 error = distance / max(scale, 1e-30)
@@ -159,11 +162,7 @@ def _step(
 
 
 def _norm_bound(other: StepState, wanted: StepState) -> float:
-    """Return the error of a gradient's norm that rounding may cause, as a share of the norm.
-
-    It is at most the length of the error, which in a correct run is at most two of the other's; and the error, a sum of
-    many tokens' rounding errors, is mostly orthogonal to the gradient: at most half of it counts.
-    """
+    """Return the relative gradient norm error that rounding may cause."""
     names = list(wanted.gradients)
     apart = 0.0
     size, wanted_size = _size(other.gradients, names), _size(wanted.gradients, names)
@@ -172,6 +171,8 @@ def _norm_bound(other: StepState, wanted: StepState) -> float:
         mine = {name: x * (other.grad_norm / size) for name, x in other.gradients.items()}
         theirs = {name: x * (wanted.grad_norm / wanted_size) for name, x in wanted.gradients.items()}
         apart = _distance(mine, theirs, names) / max(wanted.grad_norm, 1e-30)
+    # The norm's error is at most the error's length, which in a correct run is at most twice the other's. And the
+    # error, a sum over many tokens' rounding errors, is mostly orthogonal to the gradient: at most half counts.
     return GRADIENT_ERROR_BOUND / 2 * apart
 
 

@@ -1,4 +1,4 @@
-"""``probe_leaks``: test if documents of a packed row see each other, in a run's layout, kernel, chunks and mixers."""
+"""``Probe``: test if documents in a packed row affect each other, in a run's layout, kernel, chunks and mixers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from parallel.mesh import Mesh
 from parallel.zero.engine import ZeroEngine
 
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2}
-"""What a place in a row may change, in standard deviations of what a model says."""
+"""Allowed change from a document's place in its row, in standard deviations of the model's output."""
 
 
 class Probe:
-    """Model of a run with random weights, and rows of documents for it to read."""
+    """A run's model with random weights, and rows of documents for it to read."""
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.mesh, self.device = config, mesh, device
@@ -35,10 +35,10 @@ class Probe:
         self.stream = micro_batch(config, 0, rows)
 
     def look(self) -> dict[str, Leaks]:
-        """Return leaks into likelihoods of tokens, and into losses of documents in training. Collective.
+        """Return leaks into token likelihoods, and into document losses in training. Collective.
 
-        With blocks for multi-token prediction also leaks into their losses, and with an encoder leaks of a source into
-        losses of other documents.
+        Multi-token prediction adds leaks into its losses, and an encoder adds leaks from a source into other documents'
+        losses.
         """
         tokens, documents, source = self.stream.tokens, self.stream.document_ids, self.stream.source
         vocab_size = self.config.model.vocab_size
@@ -60,6 +60,7 @@ class Probe:
         shard = shard_batch(self._asking(stream, stream.document_ids >= 0), self.config, self.mesh)
         task = self.engine.model
         own = task.token_nll(task.prepare(shard.to(self.device))).float().cpu()
+        # Data ranks hold the same rows: join only this group's parts, in context order.
         parts = gather_objects((self.mesh.data_rank, self.mesh.context_rank, own))
         mine = [part for data_rank, _, part in sorted(parts, key=_place) if data_rank == self.mesh.data_rank]
         whole = shard.placement.join(mine, 1)
@@ -72,7 +73,7 @@ class Probe:
         return dataclasses.replace(stream, masked=stream.tokens.masked_fill(~told, IGNORED_TARGET))
 
     def _losses(self, tokens: Tensor, document_ids: Tensor, of: str | None = None) -> Tensor:
-        """Return the loss of each token's document [B, T, 1], from the training pass, in chunks if the run has them.
+        """Return the loss for each token's document [B, T, 1], from the training pass, in chunks if the run has them.
 
         ``of`` names a sum other than the reported one.
         """
@@ -80,7 +81,7 @@ class Probe:
         return self._losses_of(stream, stream.document_ids, of)
 
     def _of_sources(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
-        """Return the loss of the document that reads each token of a source [B, S, 1]."""
+        """Return, for each source token, the loss for the document that reads it [B, S, 1]."""
         rows, of_row = self.stream.document_ids, []
         for ids in rows:
             of_row.append(len(set(ids[ids >= 0].tolist())))
@@ -88,14 +89,15 @@ class Probe:
         return self._losses_of(stream, document_ids)
 
     def _losses_of(self, stream: Stream, ids: Tensor, of: str | None = None) -> Tensor:
-        """Return the loss of the document of each of these ids."""
         found = torch.zeros(ids.shape)
         for number in range(stream.documents.num_documents):
+            # Only this document's tokens count, so the total is its own loss.
             own = stream.document_ids == number
             if not own.any():
                 continue
             shard = shard_batch(self._asking(stream, own), self.config, self.mesh).to(self.device)
             task = self.engine.model
+            # With gradients, forward takes the training path: chunks, recomputation, offloading.
             with torch.enable_grad():
                 sums = self.engine.forward(task.prepare(shard))
             total = sum_over_ranks(sums[of or task.reported].detach().double().cpu())
@@ -103,12 +105,11 @@ class Probe:
         return found[..., None]
 
     def _packed(self, tokens: Tensor, document_ids: Tensor) -> Stream:
-        """Return the rows of these documents, with the sources that they read."""
         return dataclasses.replace(packed_rows(tokens, document_ids), source=self.stream.source)
 
 
 def probe_text(found: dict[str, Leaks], described: str, started: float, dtype: str) -> tuple[str, bool]:
-    """Return the text of the result, and True if nothing leaks."""
+    """Return the result text, and True if no document leaks."""
     of_tokens = next(iter(found.values()))
     moved = max(of.moved for of in found.values())
     outside = any(of.outside_share for of in found.values())
@@ -122,6 +123,7 @@ def probe_text(found: dict[str, Leaks], described: str, started: float, dtype: s
         f"(rounding: up to {_ROUNDING[dtype]:.0e}).",
         f"{time.perf_counter() - started:.1f} s.",
     ]
+    # Without an effect on its own document, the changed token proves nothing about the others.
     if not all(of.inside_share for of in found.values()):
         lines.append("The probe says nothing: the first document itself did not change.")
     elif outside:

@@ -1,4 +1,4 @@
-"""The flag ``--probe`` of ``verify``."""
+"""The ``--probe`` flag for ``verify``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from longctx.errors import ConfigError
 
 
 def without_probe(argv: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the settings of the run, and True if ``--probe leak`` is among the arguments."""
+    """Return the run's settings, and True if ``--probe leak`` is among the arguments."""
     rest = [word for word in argv if not word.startswith("--probe")]
     given = " ".join(argv).replace("--probe=", "--probe ")
     if len(rest) == len(argv):

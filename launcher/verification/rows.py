@@ -1,4 +1,4 @@
-"""Rows of random documents: the same in every process."""
+"""Rows with random documents, the same in every process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from launcher.config.resolved import ResolvedConfig
 from longctx.batch import IGNORED_TARGET, PADDING_DOCUMENT, PackedDocuments, Stream
 
 _PADDING = 3
-"""Tokens at the end of each row that are padding."""
+"""Padding tokens at the end of each row."""
 
 
 def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Stream:
-    """Build a micro-batch of these rows of a step, numbered over all data ranks: packed rows that end in padding.
+    """Build a micro-batch from these rows in a step, numbered over all data ranks: packed rows that end in padding.
 
-    In every second step half of the tokens count in the loss, as in conversations; if the objective is masked, some are
-    masked in every step, and with a pair head documents have two segments. If the model has an encoder, each document
-    reads a source of any length.
+    In every second step, half the tokens count in the loss, as in conversations. A masked objective masks some tokens
+    in every step, and a pair head needs documents with two segments. With an encoder, each document reads a source of
+    any length.
     """
     rows, tokens = len(rows_of_step), config.data.seq_len
+    # Seeded by step and first row, so that every process builds the same rows.
     generator = torch.Generator().manual_seed((step << 20) + rows_of_step.start)
     ids: list[int] = []
     num_documents = []
@@ -37,7 +38,7 @@ def micro_batch(config: ResolvedConfig, step: int, rows_of_step: range) -> Strea
     if config.model.pair_head != "none":
         stream = _with_segments(stream, generator)
     if config.mask is not None:
-        # The tokens themselves are random, so any other token can replace a masked one.
+        # Tokens are random, so any other token can replace a masked one.
         is_target = (torch.rand(rows, tokens, generator=generator) < config.mask.rate) & (stream.document_ids >= 0)
         read_as = torch.randint(config.model.vocab_size, (rows, tokens), generator=generator)
         return replace(
@@ -67,10 +68,10 @@ def _with_segments(stream: Stream, generator: torch.Generator) -> Stream:
 
 
 def _sources(config: ResolvedConfig, num_documents: Sequence[int], generator: torch.Generator) -> Stream:
-    """Return rows of as many sources as each row has documents, padded at the end; some have no tokens."""
+    """Build rows with as many sources as each row has documents, padded at the end; some sources are empty."""
     tokens, ids, number = config.data.source_seq_len, [], 0
     for count in num_documents:
-        # The first has enough tokens for one to be changed, and tokens after the last cut are padding.
+        # The first source has enough tokens for one to be changed, and tokens after the last cut are padding.
         most = max(1, tokens - _PADDING)
         cuts = torch.randint(most + 1, (count,), generator=generator).clamp(min=min(2, most)).sort().values
         of_row = cuts.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
@@ -85,7 +86,7 @@ def _sources(config: ResolvedConfig, num_documents: Sequence[int], generator: to
 
 
 def source_rows(tokens_BS: Tensor, ids_BS: Tensor, num_documents: Sequence[int]) -> Stream:
-    """Return rows of sources by their numbers, ascending in each row; some may be empty, and padding is at the end.
+    """Build rows from source numbers, ascending in each row; some sources may be empty, and padding is at the end.
 
     Each row has ``num_documents`` numbers, and one more for its padding.
     """
@@ -105,13 +106,15 @@ def source_rows(tokens_BS: Tensor, ids_BS: Tensor, num_documents: Sequence[int])
 
 
 def packed_rows(tokens_BT: Tensor, ids_BT: Tensor) -> Stream:
-    """Return rows of these tokens: adjacent equal ids are a document, ``PADDING_DOCUMENT`` is padding."""
+    """Pack these tokens into rows: adjacent equal ids form a document, ``PADDING_DOCUMENT`` is padding."""
     tokens_N, ids_N = tokens_BT.flatten(), ids_BT.flatten()
+    # Rows are concatenated, so a document also starts at every row boundary.
     begins_N = ids_N != ids_N.roll(1)
     begins_N[:: tokens_BT.shape[1]] = True
     numbers_N = begins_N.cumsum(0) - 1
     starts = begins_N.nonzero().flatten()
     is_padding_N = ids_N == PADDING_DOCUMENT
+    # A document's last token has no target.
     following_N = tokens_N.roll(-1).masked_fill(begins_N.roll(-1) | is_padding_N, IGNORED_TARGET)
     return Stream(
         tokens=tokens_BT,
@@ -126,7 +129,7 @@ def _document_lengths(tokens: int, generator: torch.Generator) -> list[int]:
     """Return lengths that add up to ``tokens``: a long document first, then shorter and shorter ones."""
     lengths = []
     while tokens:
-        # Up to half of the rest, so that some documents of a row span many ranks and others only one.
+        # A quarter to three quarters of the rest, so that some documents in a row span many ranks and others only one.
         share = 0.25 + 0.5 * float(torch.rand((), generator=generator))
         length = max(1, min(tokens, round(tokens * share)))
         lengths.append(length)

@@ -1,4 +1,4 @@
-"""``verify_run``: make the run small, compute it in both ways, compare."""
+"""``verify_run``: shrink the run, compute it in parallel and in one process, and compare."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Verdict:
-    """Text for rank 0 to print, and the result, True if all figures are within bounds; the same on every rank."""
+    """Text for rank 0 to print, and True if all errors are within bounds; the same on every rank."""
 
     text: str
     held: bool
 
 
 def verify_run(asked: RunConfig, device: torch.device) -> Verdict:
-    """Take steps with the requested config, made small, and the same in one process. Collective.
+    """Compare steps with the requested config, shrunk, to the same steps in one process. Collective.
 
-    Raise ConfigError if a run would be refused.
+    Raise ConfigError if a run would be rejected.
     """
     started = time.perf_counter()
     config, mesh, changes = _small_run(asked, device)
@@ -43,6 +43,7 @@ def verify_run(asked: RunConfig, device: torch.device) -> Verdict:
     def judge() -> Verdict:
         exact = Alone(config, mesh.world_size, torch.float32, device)
         start, wanted, other = exact.weights(), list(exact.steps(got)), None
+        # A second reference in the run's dtype measures rounding.
         if config.dtype != torch.float32:
             other = list(Alone(config, mesh.world_size, config.dtype, device).steps(got))
         findings = compare(got, wanted, start, other, model=exact.model)
@@ -50,18 +51,18 @@ def verify_run(asked: RunConfig, device: torch.device) -> Verdict:
         text = report(findings, changes, described, time.perf_counter() - started)
         return Verdict(text, all(finding.held for finding in findings))
 
-    # The others wait without a time limit.
+    # The other ranks wait without a timeout.
     return on_rank_0(judge)
 
 
 def probe_run(asked: RunConfig, device: torch.device) -> Verdict:
-    """Test if documents of a row see each other, with the requested config, made small. Collective.
+    """Test if documents in a row affect each other, with the requested config, shrunk. Collective.
 
-    Raise ConfigError if a run would be refused.
+    Raise ConfigError if a run would be rejected.
     """
     started = time.perf_counter()
     config, mesh, _ = _small_run(asked, device)
-    # Tokens beyond an expert's capacity are dropped across documents: that is no leak of attention.
+    # Tokens beyond an expert's capacity are dropped across documents, which is no leak in attention.
     config = replace(config, model=replace(config.model, capacity_factor=0.0))
     found = Probe(config, mesh, device).look()
     text, held = probe_text(found, _described(config, mesh, device), started, config.train.dtype)
@@ -69,7 +70,7 @@ def probe_run(asked: RunConfig, device: torch.device) -> Verdict:
 
 
 def _small_run(asked: RunConfig, device: torch.device) -> tuple[ResolvedConfig, Mesh, tuple[str, ...]]:
-    """Return a run's configuration made small, its mesh, and the changes. Collective."""
+    """Return a run's shrunk config, its mesh, and the changes. Collective."""
     machine, data = device_of_ranks(device), Data(is_packed=True)
     settled = settle(asked, machine)
     parallel = settled.parallel
@@ -77,7 +78,7 @@ def _small_run(asked: RunConfig, device: torch.device) -> tuple[ResolvedConfig, 
     machine = machine_of_ranks(machine, settled, mesh, device)
     shrunk = shrink(on_rank_0(lambda: resolve(settled, machine, data, say=say_choice)), mesh.world_size)
     check_run(shrunk.config, mesh.world_size)
-    # Smaller rows may be distributed differently over the ranks.
+    # Shorter rows may be distributed differently over the ranks.
     return resolve(shrunk.config, machine, data), mesh, shrunk.changes
 
 
@@ -94,16 +95,16 @@ def _described(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> str:
 
 
 _SHOWN = 8
-"""Figures that are outside their bound and shown."""
+"""Limit on failed results shown."""
 
 
 def report(findings: Sequence[Finding], changes: Sequence[str], described: str, seconds: float) -> str:
-    """Describe the comparison, the largest errors, and the first part that differs."""
+    """Describe the comparison, the largest errors, and the first part beyond its bound."""
     lines = [described]
     if changes:
         lines.append("Made small for it: " + "; ".join(changes) + ".")
     lines.append("")
-    # For each kind, the figure closest to its bound, or furthest beyond it.
+    # For each kind, the error closest to its bound, or furthest beyond it.
     lines.append(f"{'step':>4}  {'what':<14}{'largest error':>14}{'bound':>10}  part")
     for step in sorted({finding.step for finding in findings}):
         for what in ("experts chosen", "loss", "gradient norm", "gradients", "weights"):
@@ -119,7 +120,7 @@ def report(findings: Sequence[Finding], changes: Sequence[str], described: str, 
     if not broken:
         lines.append(f"They agree: {len(findings)} figures within their bounds, {seconds:.0f} s.")
         return "\n".join(lines)
-    # In the order of computation: the first wrong part may be the cause of the others.
+    # In the order of computation: the first wrong part may cause the others.
     first = broken[0]
     part = first.part or "the step as a whole"
     by = f"by {first.error:.2g} (bound {first.bound:.0e})"

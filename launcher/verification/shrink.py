@@ -1,4 +1,4 @@
-"""A run's configuration made small: fewer and narrower layers, shorter rows, with unchanged parallelism."""
+"""A run's configuration, shrunk: fewer and narrower layers, shorter rows, unchanged parallelism."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from launcher.config.resolved import ResolvedConfig
 from longctx.config import ModelConfig
 
 TOKENS_A_RANK = 256
-"""Most tokens of a row that a rank holds: several kernels' blocks, few enough for one process to hold all."""
+"""Most tokens per row and rank: several kernel blocks, few enough for one process to hold all."""
 LEAST_TOKENS = 16
-"""Fewest tokens of a row, where it has them: a row has several documents, of which one spans ranks."""
+"""Fewest tokens per row, if the run has as many: a row has several documents, and one spans ranks."""
 WIDTH, FFN_WIDTH, EXPERT_WIDTH, VOCABULARY = 256, 512, 64, 4096
 MICRO_BATCHES = 2
-"""Enough to see that gradients of several are added up."""
+"""Enough to verify gradient accumulation."""
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A small configuration, and the changes that were made."""
+    """Small config, and the changes made to get there."""
 
     config: ResolvedConfig
     changes: tuple[str, ...]
-    """A line each: key, value before, value after."""
+    """One line per change: key, old value, new value."""
 
 
 def shrink(config: ResolvedConfig, world_size: int) -> Shrunk:
-    """Return the configuration with a small model and short rows.
+    """Return the config with a small model and short rows.
 
-    Degrees, layout, transport, kernel, heads, ZeRO, dtype, number of chunks and all parts of the loss are unchanged.
-    Nothing is made larger.
+    Degrees, layout, transport, kernel, heads, ZeRO, dtype, chunk count and all loss parts are unchanged. No value
+    grows.
     """
     context, micro_batches = config.parallel.context, config.micro_batches(world_size)
     seq_len = _row_tokens(config)
-    # First and last: if they differ by a row, those of the small run do too.
+    # First and last micro-batch: if their sizes differ by a row, the small run's do too.
     sizes = (micro_batches.sizes[0], micro_batches.sizes[-1])[: min(MICRO_BATCHES, len(micro_batches))]
     rows = sum(sizes) * micro_batches.data_degree
     share = seq_len / config.data.seq_len
@@ -68,13 +68,13 @@ def shrink(config: ResolvedConfig, world_size: int) -> Shrunk:
 def _row_tokens(config: ResolvedConfig) -> int:
     context, most = config.parallel.context, TOKENS_A_RANK * config.parallel.context
     if config.parallel.tokens_per_rank:
-        # For all concatenated rows; not too few to make documents, and not fewer than ranks.
+        # For all concatenated rows; enough for several documents, and at least one token per rank.
         most = max(context, LEAST_TOKENS, most // config.train.micro_batch_rows)
     return min(config.data.seq_len, most)
 
 
 def _model(model: ModelConfig, share: float, expert_degree: int) -> dict[str, Any]:
-    """Return the fields of a small model with every kind of layer that this one has."""
+    """Return fields for a small model that keeps every kind of layer."""
     layers = _num_layers(model)
     values: dict[str, Any] = {
         "num_layers": layers,
@@ -100,10 +100,11 @@ def _model(model: ModelConfig, share: float, expert_degree: int) -> dict[str, An
 
 
 def _num_layers(model: ModelConfig) -> int:
-    """Return the fewest layers with all combinations of attention and FFN kinds that the model has."""
+    """Return the fewest layers that include all combinations of attention and FFN kinds."""
     kinds = [_kind(model, layer) for layer in range(model.num_layers)]
+    # Layers are taken from the first on, up to the one that completes the set of kinds.
     fewest = max(kinds.index(kind) for kind in kinds) + 1
-    # Patterns must fit, and a single layer would have no neighbour.
+    # Layer patterns must fit, and a single layer would have no neighbour.
     return min(model.num_layers, max(2, fewest, len(model.layers), len(model.rope_layers)))
 
 
@@ -112,9 +113,9 @@ def _kind(model: ModelConfig, layer: int) -> tuple[Any, ...]:
 
 
 def _num_experts(model: ModelConfig, expert_degree: int) -> int:
-    """Return the fewest experts that still give tokens a choice, and that groups and ranks divide."""
+    """Return the fewest experts that leave tokens a choice, and that groups and ranks divide."""
     step = math.lcm(expert_degree, model.expert_groups)
-    # The groups that a token may choose need as many experts as it takes, and at least two each.
+    # The groups open to a token need twice the experts it takes; each group and each rank needs two.
     within = model.groups_per_token / model.expert_groups
     least = max(2 * model.experts_per_token / within, 2 * model.expert_groups, 2 * expert_degree)
     return min(model.num_experts, step * math.ceil(least / step))

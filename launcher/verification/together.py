@@ -1,4 +1,4 @@
-"""Steps as a run takes them, with its mesh, layout, transport and ZeRO stage."""
+"""Steps as a run takes them: with its mesh, layout, transport and ZeRO stage."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
     for step in range(_STEPS):
         rows = [micro_batches.rows(number, mesh.data_rank) for number in range(len(micro_batches))]
         streams = [shard_batch(micro_batch(config, step, own), config, mesh) for own in rows]
-        # As in a run: first counted as a stream, then made a batch by the objective, from a rank's own tokens.
+        # As in a run: count the stream first, then let the objective build a batch from the rank's own tokens.
         counts = count_step(engine.model, streams)
         shards = [engine.model.prepare(stream.to(device)) for stream in streams]
         nll, counts_LE = torch.zeros((), dtype=torch.float64, device=device), None
@@ -75,6 +75,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
         total = float(sum_over_ranks(nll))
         experts_LTk = None
         if replays:
+            # The layout permutes tokens: gather the choices in the order of the step's tokens.
             indices = [_token_indices(own, shard, config, mesh) for own, shard in zip(rows, shards, strict=True)]
             own_LNk = torch.cat([replay.experts_LNk.cpu() for replay in replays], dim=1)
             experts_LTk = gather_tokens(own_LNk, torch.cat(indices), train.tokens_per_step)
@@ -88,7 +89,7 @@ def steps_together(config: ResolvedConfig, mesh: Mesh, device: torch.device) -> 
 
 
 def _token_indices(rows: range, shard: Batch, config: ResolvedConfig, mesh: Mesh) -> Tensor:
-    """Return the step's indices of the tokens that this rank has of a micro-batch's rows; -1 for padding."""
+    """Return indices in the step for this rank's tokens from a micro-batch's rows; -1 for padding."""
     seq_len, layout = config.data.seq_len, shard.placement
     index_T = torch.arange(layout.num_tokens)
     index_T = (index_T + rows.start * seq_len).where(index_T < len(rows) * seq_len, -1)
@@ -96,11 +97,12 @@ def _token_indices(rows: range, shard: Batch, config: ResolvedConfig, mesh: Mesh
 
 
 def _gather(engine: ZeroEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gather flat masters and first moments of the full model on rank 0; other ranks get none. Collective."""
+    """Gather flat masters and first moments for the full model on rank 0; other ranks get empty dicts. Collective."""
     own = []
     for name, role, start, values in engine.owned_ranges():
         if role in (_MASTER, _FIRST_MOMENT):
             own.append((name, role, start, values.detach().float().cpu().clone()))
+    # NaN marks values that no rank owns, so a gap in the ownership cannot pass as a zero.
     whole: dict[str, dict[str, Tensor]] = {_MASTER: {}, _FIRST_MOMENT: {}}
     for of_rank in gather_on_rank_0(own):
         for name, role, start, values in of_rank:
@@ -112,6 +114,7 @@ def _gather(engine: ZeroEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def _gradient(new: Tensor, old: Tensor | None, beta1: float) -> Tensor:
     """Return the gradient that changed an optimizer's first moment from ``old`` (None: zero) to ``new``."""
+    # Solve new = beta1 * old + (1 - beta1) * gradient.
     if old is not None:
         new = new - beta1 * old
     return new / (1 - beta1)

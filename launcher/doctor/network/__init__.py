@@ -1,1 +1,1 @@
-"""Checks of the network between the machines of a run: interfaces and ports. One worker process per host, over ssh."""
+"""Network checks between a run's machines: interfaces and ports, by one worker process per host over ssh."""

@@ -1,4 +1,4 @@
-"""Check the network of a run and return the findings with the underlying survey."""
+"""Check a run's network; return the results with the underlying survey."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from launcher.doctor.session import Session, close_all
 from longctx.errors import ClusterError
 
 MOST_HOSTS = 128
-"""Connections over ssh at the same time."""
+"""Limit on concurrent ssh connections."""
 MOST_RANKS = 8
-"""On one machine."""
+"""Limit on workers per machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Findings of a network, and the survey behind them."""
+    """Network check results and the survey behind them."""
 
     findings: list[Finding]
     survey: Survey | None = None
-    """None if the network was not looked at."""
+    """Unset if the network was not surveyed."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the findings, their worst verdict, and the answers of the hosts."""
+        """Return results, worst verdict and survey as plain values."""
         findings = [asdict(finding) for finding in self.findings]
         told: dict[str, Any] = {"verdict": worst(self.findings), "findings": findings}
         if self.survey is not None:
@@ -47,11 +47,12 @@ class Network:
 
 
 def check_hosts(hosts: Sequence[Host], *, port: int, hostfile: Path, num_ranks: int) -> Network:
-    """Check the network between the hosts that answered over ssh; skip it if the hostfile's first host did not.
+    """Check the network between hosts that answered over ssh; skip it if the hostfile's first host did not.
 
-    ``num_ranks`` is the number of ranks of the ``hostfile``.
+    ``num_ranks`` counts all ranks in ``hostfile``.
     """
-    # A host that ssh does not reach already has a finding, and would keep the others waiting.
+    # Unreachable hosts already have a result and would only delay the others. The first host is required: ranks
+    # rendezvous there.
     names = [host.name for host in hosts if isinstance(host.answer, Answer)]
     if names[:1] != [hosts[0].name]:
         return Network(findings=[skipped(f"{hosts[0].name}, where ranks would meet, does not answer")])
@@ -67,7 +68,7 @@ def check_hosts(hosts: Sequence[Host], *, port: int, hostfile: Path, num_ranks: 
 
 
 def check_this_machine(num_gpus: int) -> Network:
-    """Check NCCL's choice of network on this machine, and that the local ranks find each other."""
+    """Check NCCL's network choice on this machine, and that local ranks reach each other."""
     survey = survey_this_machine(num_gpus)
     findings = findings_of_machine(survey)
     if num_gpus > 1:
@@ -76,23 +77,23 @@ def check_this_machine(num_gpus: int) -> Network:
 
 
 def survey_hosts(hosts: Sequence[str], *, port: int) -> Survey:
-    """Survey the network between hosts, the first of which holds rank 0 and ``port``.
+    """Survey the network between hosts; the first one runs rank 0 and listens at ``port``.
 
-    Of more than ``MOST_HOSTS`` hosts, evenly spaced ones are chosen. Raise ClusterError for an invalid host name.
+    Above ``MOST_HOSTS`` hosts, survey evenly spaced ones. Raise ClusterError for an invalid host name.
     """
     chosen = [hosts[index * len(hosts) // MOST_HOSTS] for index in range(MOST_HOSTS)]
     if len(hosts) <= MOST_HOSTS:
         chosen = list(hosts)
-    # The same line for every host, without any text from a hostfile.
+    # The same line for every host, so text from a hostfile never enters a remote shell.
     line = line_there(WORKER)
     return _survey({host: ssh_command(host, line) for host in chosen}, port=port, over_ssh=True)
 
 
 def survey_this_machine(num_gpus: int) -> Survey:
-    """Survey the network with processes on this machine: one per GPU, but at least one and at most eight."""
+    """Survey the network with processes on this machine: one per GPU, at least one and at most eight."""
     count = min(max(num_gpus, 1), MOST_RANKS)
     command = [sys.executable, *WORKER]
-    # Ranks of one machine meet at its loopback interface, at a free port.
+    # Local ranks rendezvous on the loopback interface, at a free port.
     return _survey({f"rank {rank}": command for rank in range(count)}, port=0, over_ssh=False)
 
 
@@ -103,7 +104,7 @@ def _survey(commands: dict[str, Sequence[str]], *, port: int, over_ssh: bool) ->
             sessions.append(Session(name, command))
         return survey(sessions, port=port, over_ssh=over_ssh)
     except ClusterError as error:
-        # No worker can be started: there is no ssh here.
+        # This machine has no ssh, so no worker can start.
         return Survey(hosts=list(commands), silent=dict.fromkeys(commands, str(error)))
     finally:
         close_all(sessions)

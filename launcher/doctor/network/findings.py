@@ -1,4 +1,4 @@
-"""Findings of a network survey: blocked ports and unsuitable interfaces, with advice."""
+"""Network survey results: blocked ports and unsuitable interfaces, with advice."""
 
 from __future__ import annotations
 
@@ -16,36 +16,35 @@ from parallel.runtime.interface import INTERFACE_VARIABLE
 _VARIABLES = (INTERFACE_VARIABLE, "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET")
 _IN_FILE = "a line of ~/.deepspeed_env"
 _MOST_NAMED = 4
-"""Pairs or hosts that a line names."""
+"""Limit on pairs or hosts named in one line."""
 _OPEN = "open TCP between the hosts, the port at which ranks meet and all of net.ipv4.ip_local_port_range"
 
 
 def skipped(why: str) -> Finding:
-    """Return the finding that the network was not looked at."""
+    """Report that the network check was skipped."""
     return Finding.of("network", f"not looked at: {why}")
 
 
 def findings_of_hosts(survey: Survey, environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Return the findings for the network between a hostfile's hosts; ``environment`` is that of this machine."""
-    # Causes come first: a missing host, a wrong interface, a blocked port, NCCL.
+    """Check the network between a hostfile's hosts; ``environment`` is this machine's."""
+    # Causes before consequences: missing host, unsuitable interface, blocked port, NCCL.
     findings = _silent(survey) + findings_of_variables(survey, environment)
     findings += finding_of_gloo(survey) + finding_of_nccl(survey)
     return findings + _ports(survey) + _nccl_problem(survey)
 
 
 def findings_of_machine(survey: Survey) -> list[Finding]:
-    """Return the findings for NCCL's network from this machine, and for NCCL between its GPUs."""
+    """Check NCCL's network from this machine, and NCCL between its GPUs."""
     return _silent(survey) + finding_of_nccl_here(survey) + _blocked(survey) + _nccl_problem(survey)
 
 
 def finding_of_rates(survey: Survey, launcher: str = "") -> Finding:
-    """Return the finding that rates are not measured, with the command that measures them.
+    """Report that rates are not measured, with the command that measures them.
 
-    ``launcher`` is the beginning of the command with one process per rank; without it one process drives all local
-    GPUs.
+    ``launcher`` prefixes the command to start one process per rank; without it one process drives all local GPUs.
     """
     num_gpus = max((network.num_gpus for network in survey.networks.values()), default=0)
-    # sendrecv_perf measures one hop of the ring: every rank sends to the next one at the same time.
+    # sendrecv_perf measures one ring hop: every rank sends to the next one at the same time.
     value = f"not measured. nccl-tests do: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g {num_gpus}"
     if launcher:
         value = f"not measured. nccl-tests (make MPI=1) do: {launcher}./build/sendrecv_perf -b 1M -e 1G -f 4 -g 1"
@@ -55,7 +54,7 @@ def finding_of_rates(survey: Survey, launcher: str = "") -> Finding:
 
 
 def survey_to_json(survey: Survey) -> dict[str, Any]:
-    """Return the survey as plain values: meeting place, interfaces, NCCL networks and blocked ports."""
+    """Return the survey as plain values: rendezvous address, interfaces, NCCL networks and blocked ports."""
     return {
         "meeting_place": survey.meeting_place,
         "interfaces": {name: network.interface for name, network in survey.networks.items()},
@@ -78,9 +77,9 @@ def _nccl_problem(survey: Survey) -> list[Finding]:
 
 
 def _silent(survey: Survey) -> list[Finding]:
-    """Return a failure for each reason why hosts dropped out."""
+    """Report one failure per reason that removed hosts from the survey."""
     findings = []
-    # Hosts with the same problem share a line; dict.fromkeys keeps the order of the problems.
+    # Hosts with the same problem share a line; dict.fromkeys keeps first-seen order.
     for why in dict.fromkeys(survey.silent.values()):
         names = names_of([name for name, said in survey.silent.items() if said == why])
         advice = f"Nothing is known of the network of {names}: see its other findings, then try again"
@@ -89,10 +88,10 @@ def _silent(survey: Survey) -> list[Finding]:
 
 
 def _ports(survey: Survey) -> list[Finding]:
-    """Return the findings about hosts that cannot reach each other, or one that all can."""
+    """Report blocked ports, or one success if all hosts reach each other."""
     if findings := _blocked(survey):
         return findings
-    # A silent host may reach no other host.
+    # A silent host has not tested its own connections, so success is unknown.
     if survey.meeting_place is None or survey.silent or len(survey.networks) < len(survey.hosts):
         return []
     address, number = survey.meeting_place
@@ -101,7 +100,8 @@ def _ports(survey: Survey) -> list[Finding]:
 
 
 def _blocked(survey: Survey) -> list[Finding]:
-    """Return one failure for each group of ports that are blocked for the same reason."""
+    """Report one failure per problem, separately for rendezvous and gloo ports."""
+    # One firewall rule blocks many ports; grouping reports it once.
     groups: dict[tuple[bool, str], list[Port]] = {}
     for port in survey.blocked:
         groups.setdefault((port.is_meeting_place, port.problem), []).append(port)
@@ -117,7 +117,7 @@ def _blocked(survey: Survey) -> list[Finding]:
 
 
 def _who_misses_whom(ports: Sequence[Port], survey: Survey) -> list[str]:
-    """Return a phrase for each host cut off in both directions, and for each other blocked pair."""
+    """Describe each host cut off in both directions, then each other blocked pair."""
     pairs = {(port.source, port.target): f"{port.address}:{port.number}" for port in ports}
     alone = _hosts_apart(pairs, list(survey.networks))
     phrases = [f"{name} and the other {len(survey.networks) - 1} hosts do not reach each other" for name in alone]
@@ -126,14 +126,14 @@ def _who_misses_whom(ports: Sequence[Port], survey: Survey) -> list[str]:
             continue
         if (target, source) not in pairs:
             phrases.append(f"{source} does not reach {target} ({place})")
-        # Both directions occur in the loop: report the pair once.
+        # The loop visits both directions: report the pair once.
         elif source < target:
             phrases.append(f"{source} and {target} do not reach each other ({place}, {pairs[target, source]})")
     return phrases
 
 
 def _hosts_apart(pairs: Mapping[tuple[str, str], str], names: Sequence[str]) -> list[str]:
-    """Return the hosts cut off from all others in both directions, if there are more than two hosts."""
+    """Return hosts cut off from all others in both directions; empty below three hosts."""
     if len(names) < 3:
         return []
     return [
@@ -153,13 +153,13 @@ def _port_advice(problem: str) -> str:
     return "There is no way to that network: look at `ip route get ADDRESS`, or name another interface"
 
 
-# The interfaces that gloo and NCCL use on every host.
+# Interfaces that gloo and NCCL use on every host.
 
 
 def findings_of_variables(survey: Survey, environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Return findings for this machine's variables in ``environment`` that deepspeed does not pass to the hosts."""
+    """Report variables in ``environment`` that deepspeed does not pass to the hosts."""
     findings = []
-    # A variable set in a shell works on one machine, but silently has no effect on others.
+    # A variable exported in a shell works on one machine, but silently has no effect on the others.
     for variable in _VARIABLES:
         value = environment.get(variable)
         without = [name for name, network in survey.networks.items() if network.environment.get(variable) != value]
@@ -171,7 +171,7 @@ def findings_of_variables(survey: Survey, environment: Mapping[str, str] = os.en
 
 
 def finding_of_gloo(survey: Survey) -> list[Finding]:
-    """Return the finding for gloo's interface on every host; empty if no host answers."""
+    """Report gloo's interface on every host; empty if no host answers."""
     networks = survey.networks
     if not networks or survey.meeting_place is None:
         return []
@@ -180,7 +180,7 @@ def finding_of_gloo(survey: Survey) -> list[Finding]:
         reason = f"{INTERFACE_VARIABLE} on {names_of(named)}"
     value = f"{by_value({name: _described(network) for name, network in networks.items()})} ({reason})"
     advice = ""
-    # Two names of one machine reach each other by any interface.
+    # Two names for one machine reach each other over any interface.
     if _num_machines(survey) > 1:
         advice = interface_advice([network.interface for network in networks.values()], INTERFACE_VARIABLE)
         advice = advice or _mtu_advice(networks)
@@ -188,7 +188,7 @@ def finding_of_gloo(survey: Survey) -> list[Finding]:
 
 
 def interface_advice(names: Iterable[str], variable: str) -> str:
-    """Return advice about the interfaces of all hosts; "" if there is none."""
+    """Return advice about interfaces across all hosts, or ""."""
     names = list(names)
     example = f"name the one that leads to the other hosts, {variable}=eth0 for example, in {_IN_FILE}"
     if any(is_loopback(name) for name in names):
@@ -201,13 +201,13 @@ def interface_advice(names: Iterable[str], variable: str) -> str:
 
 
 def finding_of_nccl(survey: Survey) -> list[Finding]:
-    """Return the finding for the network that NCCL takes, or would take, on every host; empty if no host answers."""
+    """Report the network NCCL uses, or would use, on every host; empty if no host answers."""
     networks = {name: nccl_of(survey, name) for name in survey.networks}
     if not networks:
         return []
     value = f"{by_value({name: network.describe() for name, network in networks.items()})} ({_source(networks)})"
     advice = ""
-    # Without GPUs no run depends on NCCL, and two names of one machine reach each other by any interface.
+    # Without GPUs no run depends on NCCL, and two names for one machine reach each other over any interface.
     has_gpus = any(network.num_gpus for network in survey.networks.values())
     if has_gpus and _num_machines(survey) > 1:
         advice = _nccl_advice(survey, networks)
@@ -218,9 +218,9 @@ def finding_of_nccl(survey: Survey) -> list[Finding]:
 
 
 def finding_of_nccl_here(survey: Survey) -> list[Finding]:
-    """Return the finding for NCCL's network from this machine to others; all surveyed ranks are on this machine."""
+    """Report NCCL's network from this machine to others; all surveyed ranks are local."""
     for name in survey.networks:
-        # All ranks of one machine give the same answer.
+        # All local ranks report the same network.
         network = nccl_of(survey, name)
         value = f"{network.describe()} to other machines ({_source({name: network})})"
         return [Finding.of("NCCL network", value)]
@@ -228,7 +228,7 @@ def finding_of_nccl_here(survey: Survey) -> list[Finding]:
 
 
 def nccl_of(survey: Survey, name: str) -> NcclNetwork:
-    """Return the network that NCCL reported on a host, or else the one its rules give."""
+    """Return the network NCCL reported on a host, or the one its rules predict."""
     return survey.nccl.get(name, survey.networks[name].nccl)
 
 
@@ -249,7 +249,7 @@ def _nccl_advice(survey: Survey, networks: Mapping[str, NcclNetwork]) -> str:
     if none := [name for name, network in networks.items() if not network.transport]:
         return f"NCCL finds no network on {names_of(none)}: look at NCCL_SOCKET_IFNAME, NCCL_IB_HCA and NCCL_NET there"
     transports = {network.transport for network in networks.values()}
-    # Hosts with different transports cannot be compared below.
+    # The device checks below compare hosts that share one transport.
     if len(transports) > 1:
         return "Hosts differ, and NCCL does not start so: the same adapters, drivers and NCCL_ variables on all"
     if unused := [name for name in networks if transports == {SOCKET} and _has_adapter(survey.networks[name])]:
@@ -257,7 +257,7 @@ def _nccl_advice(survey: Survey, networks: Mapping[str, NcclNetwork]) -> str:
             f"NCCL leaves out active RDMA adapters of {names_of(unused)}: look at NCCL_IB_DISABLE and NCCL_IB_HCA, "
             "and that a container sees /dev/infiniband"
         )
-    # Adapter names often differ between kinds of machines; adapters of different fabrics cannot reach each other.
+    # Adapter names often differ between machine types; adapters on different fabrics cannot reach each other.
     if transports == {INFINIBAND} and len({network.devices for network in networks.values()}) > 1:
         return "Adapters differ between hosts: name those of one fabric with NCCL_IB_HCA"
     return interface_advice(
@@ -286,13 +286,14 @@ def _described(network: HostNetwork) -> str:
 
 
 def _mtu_advice(networks: Mapping[str, HostNetwork]) -> str:
+    # Path MTU discovery often fails behind firewalls, so a large packet may be dropped without an error.
     sizes = {interface.mtu for network in networks.values() if (interface := _of_gloo(network)) is not None}
     if len(sizes) < 2:
         return ""
     return f"Large packets may get lost where the MTU differs: ip link set IFACE mtu {min(sizes)} on all"
 
 
-# Names of hosts in messages.
+# Host names in messages.
 
 
 def names_of(names: Sequence[str]) -> str:
@@ -301,7 +302,7 @@ def names_of(names: Sequence[str]) -> str:
 
 
 def by_value(values: Mapping[str, str]) -> str:
-    """Format as ``eth0 on all 3 hosts`` if all values are equal, else as ``eth0 on a, b; ib0 on c``."""
+    """Format as ``eth0 on all 3 hosts`` if all values agree, otherwise as ``eth0 on a, b; ib0 on c``."""
     different = list(dict.fromkeys(values.values()))
     if len(values) == 1:
         return different[0]

@@ -1,4 +1,4 @@
-"""Network interfaces and RDMA adapters of this machine, and gloo's choice of interface."""
+"""This machine's network interfaces and RDMA adapters, and gloo's interface choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel.runtime.interface import INTERFACE_VARIABLE, interface_towards
 
 _INFINIBAND = Path("/sys/class/infiniband")
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "lxc", "podman", "kube")
-"""What names of interfaces begin with that lead to containers of the same machine."""
+"""Name prefixes for interfaces that lead to containers on the same machine."""
 
 
 Count = Annotated[int, Field(ge=0)]
@@ -30,16 +30,16 @@ class Interface:
 
     name: Text
     addresses: tuple[Text, ...]
-    """IPv4 and IPv6, without the interface that link-local ones name."""
+    """IPv4 and IPv6 addresses; link-local ones without their interface suffix."""
     is_up: bool = True
     megabits: Count = 0
-    """Speed that its driver tells; 0 where it tells none."""
+    """Speed reported by the driver; 0 if it reports none."""
     mtu: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Port of an RDMA adapter; NCCL calls it HCA."""
+    """RDMA adapter port; NCCL calls it HCA."""
 
     name: Text
     port: Count
@@ -49,11 +49,11 @@ class Adapter:
 
 
 def read_interfaces() -> list[Interface]:
-    """Return the interfaces of this machine that have an address."""
+    """Return this machine's interfaces that have an address."""
     states = psutil.net_if_stats()
     found = []
     for name, addresses in psutil.net_if_addrs().items():
-        # IPv4 first: ranks meet at these addresses.
+        # IPv4 first: ranks rendezvous at these addresses.
         known = tuple(
             address.address.partition("%")[0]
             for family in (socket.AF_INET, socket.AF_INET6)
@@ -67,7 +67,7 @@ def read_interfaces() -> list[Interface]:
 
 
 def read_adapters(folder: Path = _INFINIBAND) -> list[Adapter]:
-    """Return the ports of this machine's RDMA adapters; empty if there is no such folder."""
+    """Return this machine's RDMA adapter ports; empty if ``folder`` does not exist."""
     found = []
     for path in sorted(folder.glob("*/ports/*")):
         # Ports are numbered from 1. Skip other names, in case the kernel's layout grows.
@@ -77,7 +77,7 @@ def read_adapters(folder: Path = _INFINIBAND) -> list[Adapter]:
             Adapter(
                 name=path.parent.parent.name,
                 port=int(path.name),
-                # "4: ACTIVE"
+                # The file contains for example "4: ACTIVE".
                 is_active="ACTIVE" in _read(path / "state"),
                 link=_read(path / "link_layer"),
             )
@@ -88,12 +88,12 @@ def read_adapters(folder: Path = _INFINIBAND) -> list[Adapter]:
 def gloo_choice(
     master: str, interfaces: Sequence[Interface], environment: Mapping[str, str] = os.environ
 ) -> tuple[str, str]:
-    """Return name and address of the interface that gloo takes if ranks meet at ``master``.
+    """Return name and address of the interface gloo selects if ranks rendezvous at ``master``.
 
-    Raise ClusterError if GLOO_SOCKET_IFNAME names no interface of this machine, or no interface leads to ``master``.
+    Raise ClusterError if GLOO_SOCKET_IFNAME names no local interface, or no interface leads to ``master``.
     """
     named = environment.get(INTERFACE_VARIABLE, "")
-    # gloo uses several in turn; the first one represents them.
+    # gloo alternates between several interfaces; the first one represents them.
     name = named.split(",")[0] or interface_towards(master)
     for interface in interfaces:
         if interface.name == name:
@@ -105,7 +105,7 @@ def gloo_choice(
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether an interface only reaches its own machine."""
+    """Return whether an interface reaches only its own machine."""
     return name == "lo" or (name.startswith("lo") and name[2:].isdigit())
 
 
@@ -115,7 +115,6 @@ def is_virtual(name: str) -> bool:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a system file, stripped; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""NCCL's choice of network: from NCCL itself if there are GPUs to ask it with, otherwise by its rules.
+"""NCCL's network choice: reported by NCCL if there are GPUs to run it on, otherwise predicted by its rules.
 
-NCCL may hang if a port is blocked, and such a call cannot be cancelled. It is therefore made in a daemon thread, and
-the process can exit without waiting for it.
+NCCL may hang if a port is blocked, and such a call cannot be cancelled. A daemon thread therefore makes it, so that the
+process can exit without waiting.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from launcher.doctor.network.interfaces import Adapter, Interface
 from parallel.comm.groups import warm, world_group
 
 START_SECONDS = 60.0
-"""For NCCL to load, and for its ranks to find each other."""
+"""Limit for NCCL to load and connect its ranks."""
 _STORE_SECONDS = 20.0
 
 SOCKET, INFINIBAND = "Socket", "IB"
-"""NCCL's names of its own transports between machines. Others are those of plug-ins, such as ``AWS Libfabric``."""
+"""NCCL's names for its built-in transports between machines. Plug-ins have others, such as ``AWS Libfabric``."""
 
 # Lines of NCCL 2.5 to 2.32: "... NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>"
 _NETWORK = re.compile(r"NCCL INFO Using network (.+)")
@@ -43,16 +43,16 @@ class NcclNetwork:
     """Network that NCCL uses between machines."""
 
     transport: Text
-    """``IB``, ``Socket``, or the name of a plug-in; empty where NCCL finds no network."""
+    """``IB``, ``Socket``, or a plug-in's name; empty if NCCL finds no network."""
     devices: tuple[Text, ...] = ()
-    """``mlx5_0:1/IB``, or interfaces; unknown of a plug-in."""
+    """``mlx5_0:1/IB``, or interfaces; empty for a plug-in."""
     meets_at: Text = ""
-    """The interface over which its ranks find each other."""
+    """Interface over which NCCL's ranks rendezvous."""
     was_asked: bool = False
-    """Whether NCCL itself said so."""
+    """True if NCCL itself reported this network."""
 
     def describe(self) -> str:
-        """Return a description on one line."""
+        """Return a one-line description."""
         devices = ", ".join(self.devices)
         if self.transport == SOCKET:
             return f"TCP sockets over {devices}"
@@ -65,7 +65,7 @@ class NcclNetwork:
 
 
 def parse_log(text: str) -> NcclNetwork | None:
-    """Return the network reported by NCCL with NCCL_DEBUG=INFO; None if it did not get that far."""
+    """Parse the network from NCCL's log (NCCL_DEBUG=INFO); None if NCCL did not get that far."""
     networks = _NETWORK.findall(text)
     if not networks:
         return None
@@ -77,7 +77,7 @@ def parse_log(text: str) -> NcclNetwork | None:
             chosen = said.partition(";")[0]
             # A socket's name is followed by its address, an adapter's by its port.
             devices = tuple(_without_address(name, kind) for name in _DEVICE.findall(chosen) if name != "RO")
-    # All versions print Bootstrap, newer ones also OOB, which overrides it. The last line counts.
+    # All versions print Bootstrap; newer ones also print OOB, which overrides it. The last line counts.
     for pattern in (_BOOTSTRAP, _OUT_OF_BAND):
         if found := pattern.findall(text):
             meets_at = found[-1]
@@ -87,9 +87,9 @@ def parse_log(text: str) -> NcclNetwork | None:
 def would_take(
     interfaces: Sequence[Interface], adapters: Sequence[Adapter], environment: Mapping[str, str] = os.environ
 ) -> NcclNetwork:
-    """Return the network that follows from NCCL's documented rules and its source (misc/socket.cc, net_ib).
+    """Predict the network from NCCL's documented rules and its source (misc/socket.cc, net_ib).
 
-    Plug-ins (libnccl-net.so) are not covered by these rules.
+    Plug-ins (libnccl-net.so) are not covered.
     """
     names = socket_interfaces(interfaces, environment)
     meets_at = next(iter(names), "")
@@ -106,12 +106,12 @@ def would_take(
 
 
 def socket_interfaces(interfaces: Sequence[Interface], environment: Mapping[str, str]) -> list[str]:
-    """Return NCCL's interfaces for sockets: those of NCCL_SOCKET_IFNAME, or the first kind that exists."""
+    """Return NCCL's socket interfaces: those in NCCL_SOCKET_IFNAME, or the first kind that exists."""
     names = [interface.name for interface in interfaces if interface.is_up]
     wanted = environment.get("NCCL_SOCKET_IFNAME", "")
     if wanted:
         return list(filter(name_filter(wanted), names))
-    # The order of ncclFindInterfaces: IP over InfiniBand, real interfaces, and only then machine-local ones.
+    # ncclFindInterfaces' order: IP over InfiniBand, real interfaces, and only then machine-local ones.
     for rule in ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"):
         if found := list(filter(name_filter(rule), names)):
             return found
@@ -133,11 +133,11 @@ def name_filter(rule: str) -> Callable[[str], bool]:
 
 
 def _is_chosen(adapter: Adapter, environment: Mapping[str, str]) -> bool:
-    """Return whether NCCL_IB_HCA allows a port: a name in it may end in a port number."""
+    """Return whether NCCL_IB_HCA allows a port; a name in it may end in a port number."""
     rule = environment.get("NCCL_IB_HCA", "")
     if not rule:
         return True
-    # "^" and "=" stand before the full list, not before each name.
+    # "^" and "=" precede the full list, not each name.
     marks = rule[: len(rule) - len(rule.lstrip("^="))]
     chosen = []
     for part in rule[len(marks) :].split(","):
@@ -160,9 +160,9 @@ def _without_address(name: str, kind: str) -> str:
 
 
 def call_nccl(*, rank: int, world_size: int, gpu: int, store: tuple[str, int]) -> dict[str, Any]:
-    """Make a tiny NCCL call on a GPU; return the network that NCCL reports and any fault, as plain values.
+    """Run a tiny NCCL collective on a GPU; return the reported network and any fault as plain values.
 
-    ``world_size`` ranks, each with a GPU of its own, meet at ``store``, the address and port of the first one.
+    The ``world_size`` ranks, each with its own GPU, rendezvous at ``store``, the first rank's address and port.
     """
     fault = ""
 
@@ -171,12 +171,12 @@ def call_nccl(*, rank: int, world_size: int, gpu: int, store: tuple[str, int]) -
         try:
             _start_nccl(rank, world_size, torch.device("cuda", gpu), store)
         except Exception as error:
-            # Also errors of libraries: their message is the only information.
+            # Library errors too: their message is the only information.
             fault = first_line(error)
 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "nccl"
-        # Read by NCCL on first use. Output of the user's own debug settings goes to this file too, and is not needed.
+        # NCCL reads these at first use. The user's own debug output goes to this file too, and is not needed.
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(log))
         thread = threading.Thread(target=work, name="nccl", daemon=True)
         thread.start()
@@ -195,10 +195,10 @@ def _start_nccl(rank: int, world_size: int, device: torch.device, place: tuple[s
     store: dist.Store = dist.HashStore()
     if world_size > 1:
         timeout = timedelta(seconds=_STORE_SECONDS)
-        # Do not wait for the others: a missing rank must not block those that arrive.
+        # Do not wait for workers: a missing rank must not block those that arrive.
         store = dist.TCPStore(*place, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     timeout = timedelta(seconds=START_SECONDS)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, timeout=timeout)
     warm(world_group())
-    # The sum is only queued so far: NCCL may still be connecting its ranks.
+    # The collective is only queued so far; NCCL may still be connecting its ranks.
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Test of TCP ports between machines: a listener that sends a word, and a client that expects it."""
+"""TCP port test between machines: a listener sends a word, and a client expects it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 SECONDS = 3.0
-"""For connecting and hearing the word. A local network needs milliseconds; a firewall that drops answers never."""
+"""Limit for connecting and receiving the word. A local network takes milliseconds; a firewall that drops packets never
+answers."""
 _MOST_AT_ONCE = 64
 _WORD_BYTES = 32
 
 
 class Listener:
-    """Server that answers every connection with a word, in a thread."""
+    """Server thread that sends a word on every connection."""
 
     def __init__(self, address: str, port: int, word: str) -> None:
-        """Listen at ``port`` (0: any free one) of a local ``address`` ("": all). Raise OSError if that fails."""
+        """Listen at ``port`` (0: any free one) on a local ``address`` ("": all). Raise OSError on failure."""
         self._word = word.encode()
-        # Like PyTorch's store: lingering connections of an ended run do not block the port.
+        # SO_REUSEADDR, as in PyTorch's store: lingering connections from a finished run do not block the port.
         self._socket = socket.create_server((address, port), family=_family(address), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
-        """Where it listens."""
+        """Port it listens at."""
         self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening and free the port."""
-        # Shutdown wakes the thread; closing alone would not.
+        # shutdown wakes the thread blocked in accept; close alone would not.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(SECONDS)
@@ -54,7 +55,7 @@ def new_word() -> str:
 
 
 def try_ports(targets: Sequence[tuple[str, int]], word: str) -> list[str]:
-    """Try all ports at the same time; return the problem of each, "" if it answers with the word."""
+    """Test all ports concurrently; return each one's problem, "" if it sends the word."""
     if not targets:
         return []
     with ThreadPoolExecutor(max_workers=min(_MOST_AT_ONCE, len(targets))) as pool:
@@ -62,7 +63,7 @@ def try_ports(targets: Sequence[tuple[str, int]], word: str) -> list[str]:
 
 
 def try_port(address: str, port: int, word: str, *, seconds: float = SECONDS) -> str:
-    """Return the problem of another machine's port on one line; "" if it answers with the word."""
+    """Test another machine's port; return the problem on one line, or "" if it sends the word."""
     deadline = time.monotonic() + seconds
     # A connection alone proves little: a proxy, or a backlog without a server, accepts it too.
     try:
@@ -77,14 +78,14 @@ def try_port(address: str, port: int, word: str, *, seconds: float = SECONDS) ->
         said = _hear(connection, deadline)
     if said == word.encode():
         return ""
-    # With an address shared by two machines, or a forwarded port, another program may listen.
+    # If two machines share an address, or a port is forwarded, another program may listen.
     if said:
         return "another program answers"
     return f"connected, and no word within {seconds:g} s"
 
 
 def _hear(connection: socket.socket, deadline: float) -> bytes:
-    """Return the bytes received until the deadline, at most the length of a word."""
+    """Receive until the deadline, at most one word's length."""
     said = b""
     with contextlib.suppress(OSError):
         while len(said) < _WORD_BYTES:

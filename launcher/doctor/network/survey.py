@@ -1,8 +1,8 @@
-"""Survey of the network between hosts: reachable ports and the interfaces used, by one worker per host.
+"""Network survey between hosts: reachable ports and selected interfaces, with one worker per host.
 
-The order: the first host listens at the meeting place of the ranks; every host listens at gloo's interface; every host
-tries the ports of all others; those with GPUs start NCCL. A failure on one host does not stop the survey of the others,
-and every phase has a time limit.
+Phases: the first host listens at the ranks' rendezvous address; every host listens on gloo's interface; every host
+tries all other hosts' ports; hosts with GPUs start NCCL. A failure on one host does not stop the survey on others, and
+every phase has a time limit.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from launcher.doctor.session import Session
 from longctx.errors import ClusterError
 
 START_SECONDS = 120.0
-"""How long the first answer may take: Python and PyTorch start there, perhaps from a slow shared disk."""
+"""Limit for the first answer: Python and PyTorch start there, perhaps from a slow shared disk."""
 _LOOK_SECONDS = 20.0
 _NCCL_SECONDS = 90.0
-"""For NCCL to load and to start, and a little more: it gives up by itself before that."""
+"""Limit for NCCL to load and start; longer than its own timeout, so that NCCL gives up first."""
 
 Address = Annotated[str, AfterValidator(lambda text: str(ipaddress.ip_address(text)))]
-"""An IP address, since other machines are going to connect to it: each host would look a name up anew."""
+"""IP address, not a name: other machines connect to it, and each would resolve a name separately."""
 PortNumber = Annotated[int, Field(gt=0, lt=65536)]
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostNetwork:
-    """Network as seen by one host."""
+    """The network as seen by one host."""
 
     interface: Text
-    """The one that gloo takes."""
+    """Interface that gloo selects."""
     address: Address
     port: PortNumber
-    """Where it listens for the other hosts."""
+    """Port at which it listens for other hosts."""
     interfaces: Sequence[Interface]
     adapters: Sequence[Adapter]
     nccl: NcclNetwork
-    """What NCCL would take, by its rules."""
+    """Network predicted by NCCL's rules."""
     environment: Mapping[Text, Text]
-    """The variables there that gloo and NCCL read."""
+    """Variables on this host that gloo and NCCL read."""
     num_gpus: Count
     machine: Text
-    """Equal for two names of one machine."""
+    """Machine identifier, equal for two names that mean one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NcclAnswer:
-    """Answer of NCCL on a host."""
+    """NCCL's answer on a host."""
 
     network: NcclNetwork | None
     fault: Text
-    """What went wrong; empty if nothing did."""
+    """Failure message, or empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,30 +74,30 @@ class Port:
     number: int
     is_meeting_place: bool
     problem: str = ""
-    """Why ``source`` does not reach it; "" where it does."""
+    """Reason why ``source`` does not reach it, or ""."""
 
 
 @dataclass(kw_only=True)
 class Survey:
-    """State of the network between hosts, named as in the hostfile."""
+    """Network state between hosts, named as in the hostfile."""
 
     hosts: Sequence[str]
     networks: Mapping[str, HostNetwork] = field(default_factory=dict)
-    """Of the hosts that answered."""
+    """Keyed by host; only hosts that answered."""
     nccl: dict[str, NcclNetwork] = field(default_factory=dict)
-    """What NCCL said, of the hosts on which it was asked."""
+    """Network reported by NCCL on each host that ran it."""
     silent: dict[str, str] = field(default_factory=dict)
-    """Of the hosts that took no part to the end, why."""
+    """Reason per host that dropped out."""
     meeting_place: tuple[str, int] | None = None
     blocked: list[Port] = field(default_factory=list)
     nccl_problem: str = ""
-    """What kept NCCL from starting, and on which host; "" if nothing did, or nobody asked it."""
+    """First fault that kept NCCL from starting, with its host; "" if it started or was not tried."""
 
 
 def survey(sessions: Sequence[Session], *, port: int, over_ssh: bool) -> Survey:
-    """Survey the network with these workers, the first host's first.
+    """Survey the network through one worker per host; the first session belongs to rank 0's host.
 
-    ``port`` is the port at which ranks would meet (0: any); ``over_ssh`` is True if hosts are other machines.
+    ``port`` is the ranks' rendezvous port (0: any free one); ``over_ssh`` is True if hosts are other machines.
     """
     surveyor = _Surveyor(sessions)
     surveyor.find_meeting_place(port, over_ssh=over_ssh)
@@ -109,7 +109,7 @@ def survey(sessions: Sequence[Session], *, port: int, over_ssh: bool) -> Survey:
 
 
 class _Surveyor:
-    """Conductor of a survey: sends orders to the workers phase by phase and records the answers."""
+    """Survey coordinator: sends orders to the workers phase by phase and records their answers."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self._sessions = {session.name: session for session in sessions}
@@ -117,7 +117,7 @@ class _Surveyor:
         self.found = Survey(hosts=self._names)
 
     def ask(self, orders: Mapping[str, dict[str, Any]], seconds: float, kind: TypeAdapter[Answer]) -> dict[str, Answer]:
-        """Send orders to hosts at the same time; one that does not answer is marked silent and not asked again."""
+        """Send orders concurrently and return the answers; from then on skip hosts that did not answer."""
 
         def ask(name: str) -> Answer | ClusterError:
             try:
@@ -127,7 +127,7 @@ class _Surveyor:
 
         names = [name for name in orders if name not in self.found.silent]
         answers: dict[str, Answer] = {}
-        # One thread per host, regardless of their number: NCCL's ranks wait for one another.
+        # One thread per host, however many: NCCL's ranks wait for one another.
         with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
             for name, answer in zip(names, pool.map(ask, names), strict=True):
                 if isinstance(answer, ClusterError):
@@ -137,28 +137,28 @@ class _Surveyor:
         return answers
 
     def find_meeting_place(self, port: int, *, over_ssh: bool) -> None:
-        """Record the meeting place of a run's ranks: an address of the first host, which starts to listen there."""
+        """Record the ranks' rendezvous address, where the first host starts to listen."""
         first = self._names[0]
         order = {"do": "lead", "port": port, "word": self._word, "over_ssh": over_ssh}
         places = self.ask({first: order}, START_SECONDS, TypeAdapter(tuple[Address, PortNumber]))
         self.found.meeting_place = places.get(first)
 
     def look_around(self) -> None:
-        """Let every host listen at gloo's interface and report its network."""
+        """Make every host listen on gloo's interface and report its network."""
         assert self.found.meeting_place is not None
         order = {"do": "listen", "master": self.found.meeting_place[0], "word": self._word}
-        # For all hosts but the first this is the first order, so it includes their start.
+        # For all hosts except the first this is the first order, so the limit includes startup.
         seconds = START_SECONDS + _LOOK_SECONDS
         self.found.networks = self.ask(dict.fromkeys(self._names, order), seconds, TypeAdapter(HostNetwork))
 
     def try_ports(self) -> None:
-        """Let every host try the ports of all others."""
+        """Make every host try all other hosts' ports."""
         ports = {name: self._ports_for(name) for name in self.found.networks}
         orders = {
             name: {"do": "connect", "word": self._word, "targets": [[port.address, port.number] for port in tried]}
             for name, tried in ports.items()
         }
-        # A worker tries 64 at a time.
+        # A worker tries 64 ports at a time.
         seconds = _LOOK_SECONDS + 2 * PORT_SECONDS * (1 + len(self._names) // 64)
         for name, problems in self.ask(orders, seconds, TypeAdapter(list[Text])).items():
             if len(problems) != len(ports[name]):
@@ -169,7 +169,7 @@ class _Surveyor:
                     self.found.blocked.append(replace(port, problem=problem))
 
     def _ports_for(self, name: str) -> list[Port]:
-        """Return the ports that a host tries: the meeting place, and gloo's port on every other host."""
+        """Return the ports a host tries: the rendezvous on another host, and gloo's port on every other host."""
         assert self.found.meeting_place is not None
         places = [
             (other, network.address, network.port, False)
@@ -184,7 +184,7 @@ class _Surveyor:
         ]
 
     def ask_nccl(self) -> None:
-        """Start NCCL on all hosts with GPUs together, and record the network it takes."""
+        """Start NCCL on all hosts with GPUs together, and record the selected networks."""
         networks = self.found.networks
         gpus = _gpus(networks, [name for name in networks if name not in self.found.silent])
         names = list(gpus)
@@ -192,14 +192,14 @@ class _Surveyor:
             return
         is_apart = any({port.source, port.target} <= set(names) for port in self.found.blocked)
         if is_apart:
-            # NCCL would wait for them forever.
+            # NCCL would wait forever for an unreachable peer.
             self.found.nccl_problem = "not started together: hosts do not reach each other"
-        # They meet at the first host's listening port, which all others have reached.
+        # Ranks rendezvous at the first GPU host's listening port, which all others have reached.
         store = (networks[names[0]].address, networks[names[0]].port)
         orders = {}
         for rank, name in enumerate(names):
             orders[name] = {"do": "nccl", "rank": rank, "world_size": len(names), "gpu": gpus[name], "store": store}
-            # Started alone, each still reports the network it would take.
+            # Started alone, each still reports the network it would select.
             if is_apart:
                 orders[name] |= {"rank": 0, "world_size": 1}
         for name, answer in self.ask(orders, _NCCL_SECONDS, TypeAdapter(NcclAnswer)).items():
@@ -210,13 +210,13 @@ class _Surveyor:
 
 
 def _gpus(networks: Mapping[str, HostNetwork], members: Sequence[str]) -> dict[str, int]:
-    """Return the hosts that have a GPU, each with a GPU index: two names of one machine take two different GPUs."""
+    """Assign a GPU index to each host that has one free; two names for one machine get different GPUs."""
     taken: dict[str, int] = {}
     gpus: dict[str, int] = {}
     for name in members:
         network = networks[name]
         number = taken.get(network.machine, 0)
-        # NCCL refuses two ranks on one GPU.
+        # NCCL rejects two ranks on one GPU.
         if number < network.num_gpus:
             taken[network.machine] = number + 1
             gpus[name] = number

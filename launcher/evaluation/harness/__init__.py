@@ -1,1 +1,1 @@
-"""lm-eval (EleutherAI's lm-evaluation-harness) with a model of ours, on one process or over ranks."""
+"""lm-eval (EleutherAI's lm-evaluation-harness) for our models, in one process or over ranks."""

@@ -1,4 +1,4 @@
-"""Grouping of requests: by context, by forward pass, and by rank."""
+"""Request grouping by context, by forward pass and by rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longctx.generation.scoring import Pair
 
 
 def by_context(pairs: Sequence[Pair]) -> list[list[int]]:
-    """Return the indices of pairs grouped by context; the longest group first, so that memory errors come early."""
+    """Group pair indices by context, longest group first, so that memory errors come early."""
     groups: dict[bytes, list[int]] = {}
     for index, pair in enumerate(pairs):
         groups.setdefault(compact(pair.context).tobytes(), []).append(index)
@@ -18,12 +18,12 @@ def by_context(pairs: Sequence[Pair]) -> list[list[int]]:
 
 
 def compact(ids: Sequence[int]) -> array[int]:
-    """Return the ids in four bytes each, because hundreds of long texts wait at once."""
+    """Return the ids in four bytes each: hundreds of long texts wait at once."""
     return array("i", ids)
 
 
 def packs(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Group neighbouring indices up to a total length of ``limit``; a longer item is alone."""
+    """Group neighbouring indices up to a total length of ``limit``; a longer item forms its own group."""
     found: list[list[int]] = []
     # Start as if a full group came before.
     used = limit
@@ -37,8 +37,9 @@ def packs(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def deal_by_cost(costs: Sequence[int], degree: int) -> list[list[int]]:
-    """Divide indices among ``degree`` ranks with about equal cost: the costliest next, to the rank with the least."""
+    """Assign indices to ``degree`` ranks at about equal cost."""
     shares: list[list[int]] = [[] for _ in range(degree)]
+    # Greedy longest-first: the costliest remaining item goes to the rank with the lowest total.
     totals = [0] * degree
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         rank = totals.index(min(totals))
@@ -48,9 +49,10 @@ def deal_by_cost(costs: Sequence[int], degree: int) -> list[list[int]]:
 
 
 def portions(costs: Sequence[int], limit: int) -> Iterator[range]:
-    """Yield ranges of neighbours with a total cost of about ``limit``, at least one item each."""
+    """Yield neighbouring ranges with a total cost of about ``limit``, each with at least one item."""
     start, total = 0, 0
     for index, cost in enumerate(costs):
+        # Never yield an empty range, even if a single item exceeds the limit.
         if index > start and total + cost > limit:
             yield range(start, index)
             start, total = index, 0

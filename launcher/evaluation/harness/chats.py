@@ -1,4 +1,4 @@
-"""Render lm-eval's turns by the model's chat template, in the same way as its class for Hugging Face models."""
+"""Rendering of lm-eval's turns by the model's chat template, as in its class for Hugging Face models."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from longctx.errors import ConfigError
 from longctx.tokenizer import Tokenizer
 
 _TAG = "\U0010fffd "
-"""Marks where a turn stops: a character of no meaning, and a space, which is lost where a template trims turns."""
+"""End marker for a turn: a character without meaning, then a space that is lost if the template trims turns."""
 
 log = logging.getLogger(__name__)
 
 
 class Chats:
-    """Renderer of turns by one of a tokenizer's chat templates."""
+    """Renderer for turns by one of a tokenizer's chat templates."""
 
     def __init__(self, tokenizer: Tokenizer, name: str = DEFAULT, options: Mapping[str, Any] | None = None) -> None:
-        """Find the template ``name``; ``options`` are variables of it. Raise ConfigError if the tokenizer lacks it."""
+        """Find the template ``name``, with ``options`` as variables; raise ConfigError if the tokenizer lacks it."""
         templates = find_templates(tokenizer.files, tokenizer.path)
         if name not in templates:
             there = f"There are: {', '.join(templates)}."
@@ -34,9 +34,9 @@ class Chats:
         self._variables = template_variables(tokenizer) | dict(options or {})
 
     def render(self, turns: Sequence[Mapping[str, str]], *, asks: bool) -> str:
-        """Render turns with the prompt for a reply, or, unless it ``asks``, up to the end of the last turn.
+        """Render turns with the prompt for a reply or, unless it ``asks``, up to the end of the last turn.
 
-        Raise TemplateError if the template refuses them. If it refuses system turns, render the others and log a
+        Raise TemplateError if the template refuses them. If it only refuses system turns, render the others with a
         warning.
         """
         try:
@@ -52,6 +52,7 @@ class Chats:
     def _rendered(self, turns: Sequence[Mapping[str, str]], *, asks: bool) -> str:
         messages = [dict(turn) for turn in turns]
         if not asks:
+            # Mark the last turn's end: the text after it belongs to the template, and the reply must continue the turn.
             messages[-1]["content"] += _TAG
         text = self._template.render(messages, add_generation_prompt=asks, variables=self._variables).text
         if asks:
@@ -59,4 +60,5 @@ class Chats:
         before, mark, behind = text.rpartition(_TAG[0])
         if not mark:
             raise ConfigError(f"the chat template leaves out {turns[-1]['content'][:80]!r}, which is to go on.")
+        # Without the marker's space, the template trims turns: trim the last one too.
         return before if behind.startswith(_TAG[1:]) else before.rstrip()

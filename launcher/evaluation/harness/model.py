@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
-"""``LongctxLM``: lm-eval's interface to our models. This is the only file that imports lm-eval.
+"""``LongctxLM``: lm-eval's interface to our models. Only this file imports lm-eval.
 
-``launcher/lm_eval.py`` starts it: lm-eval 0.4.13 does not know models of other packages before they are imported.
+``launcher/lm_eval.py`` starts it: lm-eval 0.4.13 finds models from other packages only after they are imported.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from longctx.generation.scoring import Pair, Score
 from parallel.runtime.device import choose_device
 
 NAME = "longctx"
-"""What ``--model`` calls it."""
+"""Name for ``--model``."""
 PORTION_TOKENS = 1 << 18
-"""Tokens that each data rank is asked for at once: after them progress is told, and answers reach ``--use_cache``."""
+"""Tokens per data rank and request; after each request the progress bar advances and answers reach ``--use_cache``."""
 
 Answer = TypeVar("Answer")
 _RANKS: list[Ranks] = []
-"""The ranks that a launcher started; empty in one process."""
+"""Ranks started by a launcher; empty in a single process."""
 
 
 def share_ranks(ranks: Ranks) -> None:
-    """Let the models of this process run on these ranks."""
+    """Let models in this process run on these ranks."""
     _RANKS[:] = [ranks]
 
 
@@ -55,7 +55,7 @@ class LongctxLM(LM):
         device: str | None = None,
         **arguments: Any,
     ) -> None:
-        """Load the model. ``arguments`` are from ``--model_args`` (``Settings``), the others lm-eval's own options."""
+        """Load the model with ``arguments`` from ``--model_args`` (``Settings``) and lm-eval's own options."""
         super().__init__()
         self._settings = Settings.of(arguments)
         self._num_sequences = _sequences(batch_size, max_batch_size)
@@ -69,15 +69,16 @@ class LongctxLM(LM):
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens in a text."""
+        """Maximum tokens per text."""
         return self._limit
 
     @property
     def tokenizer_name(self) -> str:
-        """Hash of the tokenizer and its templates. lm-eval uses it as the cache key of rendered requests."""
-        # Only called with a chat template. Cached requests then arrive without a rendering call.
+        """Hash over the tokenizer and its templates, lm-eval's cache key for rendered requests."""
+        # lm-eval calls this only with a chat template. Cached requests then come without a rendering call.
         self._encoder.reads_control = True
         tokenizer = self._subject.tokenizer
+        # Another template renders the same turns differently.
         chosen = self._chats.text if self._chats else ""
         parts = [tokenizer.fingerprint, hash_templates(tokenizer.files, tokenizer.path), chosen]
         return hashlib.sha256(repr([*parts, self._settings.enable_thinking]).encode()).hexdigest()
@@ -93,7 +94,7 @@ class LongctxLM(LM):
         }
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation, and whether it is the greedy one."""
+        """Return each continuation's log-likelihood, and True if greedy decoding would produce it."""
         texts = [request.args for request in requests]
         pairs = [_compact(self._encoder.pair(context, continuation)) for context, continuation in texts]
         self._check([pair.num_read for pair in pairs], "the longest takes")
@@ -101,9 +102,9 @@ class LongctxLM(LM):
         return [(score.log_likelihood, score.is_greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each full text, computed in windows of ``max_length`` tokens."""
+        """Return each text's total log-likelihood, computed in windows of ``max_length`` tokens."""
         texts = [request.args[0] for request in requests]
-        # Each window is a separate text that begins at position 0.
+        # Each window is a separate text that starts at position 0.
         windows = [[_compact(pair) for pair in self._encoder.windows(text, self._limit)] for text in texts]
         scores = iter(self._score([pair for parts in windows for pair in parts], None, disable_tqdm))
         sums = []
@@ -118,13 +119,14 @@ class LongctxLM(LM):
         end = None
         if special.end is not None:
             end = self._subject.tokenizer.piece(special.end)
+        # An empty context still needs one token to predict from.
         prompts = [compact(self._encoder.text(request.args[0]) or self._encoder.begin()) for request in requests]
         wanted = [generation_of(request.args[1], end=end) for request in requests]
         self._check(
             [len(ids) + how.max_new_tokens for ids, how in zip(prompts, wanted, strict=True)],
             "prompt and max_gen_toks take together up to",
         )
-        # Requests of one task share their options; with several tasks, requests with equal options are batched.
+        # Requests from one task share their options; with several tasks, batch requests with equal options.
         kinds: dict[Generation, list[int]] = {}
         for index, how in enumerate(wanted):
             kinds.setdefault(how, []).append(index)
@@ -146,14 +148,14 @@ class LongctxLM(LM):
         return [answers[index] for index in range(len(requests))]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render turns as text; without a generation prompt the last turn is left open."""
+        """Render turns as text; without a generation prompt the last turn stays open."""
         self._encoder.reads_control = True
         if self._chats is None:
             self._chats = self._chats_of(DEFAULT)
         return self._chats.render(chat_history, asks=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Choose a template by name, or the default for ``True``, and return its text; None if none is requested."""
+        """Choose a template by name, or the default for ``True``, and return its text; None if not requested."""
         if not chat_template:
             return None
         self._encoder.reads_control = True
@@ -173,8 +175,8 @@ class LongctxLM(LM):
     def _score(
         self, pairs: list[Pair], cached: list[tuple[str, tuple[str, ...]]] | None, disable_tqdm: bool
     ) -> list[Score]:
-        """Return the score of each pair, portion by portion; ``cached`` holds each pair's key in lm-eval's cache."""
-        # Pairs of one context stay together, and the largest come first.
+        """Score pairs portion by portion; ``cached`` holds each pair's key in lm-eval's cache."""
+        # Keep pairs with a common context together, largest first.
         order = [index for group in by_context(pairs) for index in group]
         scores: dict[int, Score] = {}
         with tqdm(total=len(pairs), desc="longctx: loglikelihood", disable=disable_tqdm) as bar:
@@ -197,6 +199,7 @@ def run_command(arguments: Sequence[str]) -> None:
 
     words = list(arguments)
     names_model = any(word in ("--model", "-M") or word.startswith("--model=") for word in words)
+    # These subcommands load no model.
     if words and words[0] not in ("ls", "validate") and not names_model:
         words += ["--model", NAME]
     # lm-eval reads the process's command line.
@@ -209,7 +212,7 @@ def _compact(pair: Pair) -> Pair:
 
 
 def _sequences(batch_size: int | str | None, max_batch_size: int | None) -> int:
-    """Return the number of texts generated together, from lm-eval's ``--batch_size``."""
+    """Return how many texts to generate together, from lm-eval's ``--batch_size``."""
     if batch_size is None or str(batch_size).startswith("auto"):
         return max_batch_size or MAX_SEQUENCES
     if not str(batch_size).isdigit() or int(batch_size) < 1:

@@ -1,6 +1,6 @@
-"""Rank 0 runs lm-eval and sends requests; the other ranks wait for them and do their part.
+"""Rank 0 runs lm-eval and broadcasts requests; the other ranks wait for them and compute their share.
 
-Tasks, data sets, scores and files exist on rank 0 only. The other ranks only see settings and token ids.
+Tasks, datasets, scores and files exist on rank 0 only. Other ranks see only settings and token ids.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from longctx.generation.scoring import Pair, Score, can_share, score_behind, sco
 from parallel.comm.world import agree_or_raise, broadcast_object, gather_objects, on_every_rank
 
 REPEATED_TOKENS = 512
-"""Tokens of a context that are read again with each of its continuations, rather than in a pass of their own."""
+"""Context tokens up to which each continuation reads the context again instead of in a separate pass."""
 Value = TypeVar("Value")
 
 
 class Worker:
-    """This rank's part of the model and its share of the work. Ranks of a context group share each text."""
+    """This rank's model shard and share of the work. Ranks in a context group share each text."""
 
     def __init__(self, settings: Settings, opened: OpenedModel, device: torch.device) -> None:
         """Load the model. Collective."""
@@ -39,7 +39,7 @@ class Worker:
         self._model = build_decoder(opened, self.mesh, getattr(torch, settings.dtype), device)
 
     def score(self, pairs: Sequence[Pair]) -> dict[int, Score]:
-        """Return the score of each pair of this rank's share, by its index."""
+        """Return the scores for this rank's share of pairs, by index."""
         groups = by_context(pairs)
         # Continuations of one context go to one rank, which reads it once.
         costs = [sum(pairs[index].num_read for index in group) for group in groups]
@@ -47,6 +47,7 @@ class Worker:
         found: dict[int, Score] = {}
         together: list[int] = []
         for group in mine:
+            # Reading a long context once pays off; short pairs are faster packed together.
             if self._packs(pairs, group):
                 together += group
                 continue
@@ -61,9 +62,9 @@ class Worker:
     def generate(
         self, prompts: Sequence[tuple[int, Sequence[int]]], generation: Generation, many: int
     ) -> dict[int, str]:
-        """Return the text after each prompt of this rank's share, by its index.
+        """Return the texts generated from this rank's share of prompts, by index.
 
-        ``prompts`` are (number, ids), at least one; the seed of a sampled text is the base seed plus its number. Up to
+        ``prompts`` are (number, ids), at least one; a sampled text's seed is the base seed plus its number. Up to
         ``many`` prompts are generated together if they fit in memory. Collective.
         """
         costs = [len(ids) + generation.max_new_tokens for _, ids in prompts]
@@ -71,7 +72,7 @@ class Worker:
         options = self._options(generation)
         found: dict[int, str] = {}
         if isinstance(generation.strategy, Sample):
-            # Some tasks repeat a prompt, and the copies must get different texts.
+            # Tasks may repeat a prompt, and the copies must get different texts.
             for index in mine:
                 number, ids = prompts[index]
                 strategy = replace(generation.strategy, seed=self._settings.seed + number)
@@ -79,7 +80,7 @@ class Worker:
                 found[index] = self._text(new_ids, generation)
             return found
         assert isinstance(generation.strategy, (Greedy, Beams))
-        # By all prompts and not this rank's share: every rank must pass the same number.
+        # Use all prompts, not this rank's share: every rank must pass the same number.
         many = fitting_together(
             self._opened.model,
             self.mesh,
@@ -102,8 +103,8 @@ class Worker:
         return found
 
     def _packs(self, pairs: Sequence[Pair], group: list[int]) -> bool:
-        """Return whether the pairs of one context are read in full, each packed in a row with others."""
-        # In a context group each rank reads a part of one text, so rows of several texts are not possible.
+        """Return True if a context's pairs are read in full, each packed in a row with others."""
+        # In a context group each rank reads a part of one text, so rows with several texts are not possible.
         if self.mesh.context > 1 or not can_share(self._model):
             return False
         if max(pairs[index].num_read for index in group) > self._settings.chunk_tokens:
@@ -121,14 +122,15 @@ class Worker:
         return options
 
     def _text(self, ids: list[int], generation: Generation) -> str:
-        # Decoded by itself, like lm-eval does: some tokenizers drop the space before the first token.
+        # Decode the output alone, as lm-eval does: some tokenizers drop the space before the first token.
         text = self._decode(ids)
+        # Generation stops after the token that completes a stop string: cut the text at the first one.
         ends = [at for at in map(text.find, generation.until) if at >= 0]
         return text[: min(ends, default=len(text))]
 
 
 class Ranks:
-    """The ranks of the current process group, if any. All ranks create one at the same time."""
+    """Ranks in the current process group, if any. All ranks create one at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -146,7 +148,7 @@ class Ranks:
         return self._ask("load", settings)
 
     def score(self, pairs: Sequence[Pair]) -> list[Score]:
-        """Return the score of each pair. Called by rank 0."""
+        """Return each pair's score. Called by rank 0."""
         return _in_order(self._ask("score", pairs))
 
     def generate(self, prompts: Sequence[tuple[int, Sequence[int]]], generation: Generation, many: int) -> list[str]:
@@ -155,7 +157,7 @@ class Ranks:
 
     def end(self) -> None:
         """Release the other ranks. Called by rank 0, even after an error in lm-eval."""
-        # After an error on all ranks, none of them listens any more.
+        # After a collective error, the other ranks have stopped listening.
         if not self._has_ended:
             self._has_ended = True
             self._tell(None)
@@ -181,7 +183,7 @@ class Ranks:
             assert self._worker is not None, "no model is loaded"
             return self._gathered(lambda: getattr(self._worker, name)(*arguments))
         except BaseException:
-            # All ranks raise an error of one of them, or lose contact with it: no rank listens any more.
+            # All ranks raise an error that occurs on one of them, or lose contact with it: they have stopped listening.
             self._has_ended = True
             raise
 
@@ -191,7 +193,8 @@ class Ranks:
         return opened
 
     def _gathered(self, action: Callable[[], dict[int, Value]]) -> dict[int, Value]:
-        """Return the results of all ranks' shares."""
+        """Gather results from all ranks' shares."""
+        # Hold the error back until all ranks know of it: a rank that raises alone leaves the others waiting.
         problem, found = None, {}
         try:
             found = action()
@@ -199,7 +202,7 @@ class Ranks:
             problem = error
         # Shares take different times: the control group waits for the longest.
         agree_or_raise(problem)
-        # All ranks of a context group have the same results; one of them sends them.
+        # All ranks in a context group have the same results; only its first rank sends them.
         assert self._worker is not None
         if self._worker.mesh.context_rank != 0:
             found = {}
@@ -207,7 +210,7 @@ class Ranks:
 
     def _tell(self, asked: tuple[str, tuple[Any, ...]] | None) -> tuple[str, tuple[Any, ...]] | None:
         """Broadcast rank 0's request to every rank and return it. Collective."""
-        # Rank 0 may prepare data sets for hours: the control group waits.
+        # Rank 0 may prepare datasets for hours: the control group waits.
         return broadcast_object(asked)
 
 

@@ -1,6 +1,6 @@
 """lm-eval's requests as token ids, by the rules of its own class for Hugging Face models (``--model hf``).
 
-Texts begin like in that class, so that log-likelihoods are comparable. No text is ever truncated.
+Texts start as in that class, so that log-likelihoods are comparable. No text is ever truncated.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from longctx.tokenizer.rendered import encode_rendered
 from longctx.tokenizer.rows import check_rows
 
 MAX_NEW_TOKENS = 256
-"""Tokens that are generated where a task names no number, as lm-eval has it."""
+"""Default for tasks without a number, as in lm-eval."""
 _MAX_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of one option; of several the first counts."""
+"""Names for one option; the first one present counts."""
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 _SEARCHED = ("length_penalty", "early_stopping")
 _PENALTIES = {"repetition_penalty": "repetition", "presence_penalty": "presence", "frequency_penalty": "frequency"}
@@ -36,35 +36,36 @@ class Generation:
 
     max_new_tokens: int
     until: tuple[str, ...]
-    """A text ends before the first of these."""
+    """The text ends before the first occurrence of any of these."""
     strategy: Greedy | Sample | Beams
     penalties: Penalties
 
 
 class Encoder:
-    """Encoder of texts into token ids."""
+    """Encoder from texts to token ids."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Choose the prefix token. Raise ConfigError for a tokenizer with neither a begin nor an end token."""
+        """Choose the prefix token; raise ConfigError for a tokenizer with neither a begin nor an end token."""
         self._tokenizer = tokenizer
         special = tokenizer.special
+        # As in lm-eval: the begin token or, without one, the end token.
         prefix = special.bos
         if prefix is None:
             prefix = special.end
         if prefix is None:
             raise ConfigError(f"{tokenizer.path} names no begin and no end token: lm-eval begins texts with one.")
         self.prefix: int = prefix
-        """What a text without a context follows, and the first token of a perplexity."""
+        """Prefix for a text without a context, and the first token for a perplexity."""
         self._spelt = tokenizer.piece(prefix)
         self.reads_control = False
-        """Whether texts come from a chat template: the control tokens that they spell are control tokens."""
+        """True if texts come from a chat template: control tokens spelled in them are encoded as control tokens."""
 
     def begin(self) -> list[int]:
-        """Return the prefix, the one id before a text without a context. DataError if the model has no row for it."""
+        """Return the prefix for a text without a context; raise DataError if the model has no row for it."""
         return check_rows(self._tokenizer, np.array([self.prefix]), "the beginning of a text").tolist()
 
     def text(self, text: str) -> list[int]:
-        """Return the ids of a text, including the begin id if the tokenizer adds one."""
+        """Return a text's ids, including the begin id if the tokenizer adds one."""
         if self._begins(text):
             return self._without_begin(text)
         if self.reads_control:
@@ -72,7 +73,7 @@ class Encoder:
         return self._tokenizer.encode_prompt(text)
 
     def pair(self, context: str, continuation: str) -> Pair:
-        """Return the ids of both. Spaces at the end of the context are moved to the continuation.
+        """Encode context and continuation; spaces at the end of the context move to the continuation.
 
         Raise ConfigError if the continuation has no token of its own.
         """
@@ -81,17 +82,17 @@ class Encoder:
             if ids[:1] == [self.prefix]:
                 return self._checked(ids[:1], ids[1:], context, continuation)
             return self._checked(self.begin(), ids, context, continuation)
-        # The two are encoded as one text: a token may span the spaces between them.
+        # Encode both as one text: a token may span the spaces between them.
         stripped = context.rstrip()
         whole = self.text(context + continuation)
         start = self.text(stripped)
-        # ``start`` is empty for a context of spaces only and a tokenizer without a begin token.
+        # ``start`` is empty for a context with only spaces and a tokenizer without a begin token.
         return self._checked(start or self.begin(), whole[len(start) :], context, continuation)
 
     def windows(self, text: str, max_length: int) -> list[Pair]:
-        """Split a text into parts for its perplexity: each of its ids is in the continuation of exactly one part.
+        """Split a text into parts for its perplexity: each id is in the continuation of exactly one part.
 
-        Like in lm-eval, parts have ``max_length`` ids, and the last part gets as much context as fits.
+        As in lm-eval, parts have ``max_length`` ids, and the last part gets as much context as fits.
         """
         ids = self.text(text)
         pairs = []
@@ -103,11 +104,11 @@ class Encoder:
         return pairs
 
     def _begins(self, text: str) -> bool:
-        """Return whether the text itself spells its begin token."""
+        """Return True if the text itself spells its begin token."""
         return bool(self._spelt) and text.startswith(self._spelt)
 
     def _without_begin(self, text: str) -> list[int]:
-        """Return the ids of a text alone. A spelled begin token becomes the token itself: a prompt may contain it."""
+        """Encode a text alone; a spelled begin token becomes the token itself, because a prompt may contain it."""
         if self.reads_control:
             return encode_rendered(self._tokenizer, text).ids.tolist()
         if not self._begins(text):
@@ -125,7 +126,7 @@ class Encoder:
 
 
 def check_lengths(needed: Sequence[int], limit: int, what: str, advice: str) -> None:
-    """Raise ConfigError if a text needs more tokens than ``limit``, because it would have to be truncated."""
+    """Raise ConfigError if a text needs more than ``limit`` tokens, because it would have to be truncated."""
     too_long = [tokens for tokens in needed if tokens > limit]
     if too_long:
         raise ConfigError(
@@ -136,11 +137,11 @@ def check_lengths(needed: Sequence[int], limit: int, what: str, advice: str) -> 
 
 
 def generation_of(options: Mapping[str, Any], *, end: str | None = None) -> Generation:
-    """Parse a task's ``generation_kwargs``. Raise ConfigError for an option that is unknown or has no effect.
+    """Parse a task's ``generation_kwargs``; raise ConfigError for an option that is unknown or has no effect.
 
-    ``end`` is the spelling of the end token; a text ends before it too.
+    ``end`` is the end token's spelling; a text ends before it too.
     """
-    # lm-eval writes None for options that a task does not set.
+    # lm-eval passes null for options that a task leaves unset.
     given = {name: value for name, value in options.items() if value is not None}
     until = given.pop("until", ())
     if isinstance(until, str):
@@ -159,11 +160,11 @@ def generation_of(options: Mapping[str, Any], *, end: str | None = None) -> Gene
 
 
 def _strategy(given: dict[str, Any]) -> Greedy | Sample | Beams:
-    """Return greedy decoding unless a temperature or beams are requested; ``given`` are the remaining options."""
+    """Return greedy decoding unless a temperature or beams are requested; ``given`` holds the remaining options."""
     num_beams = int(given.pop("num_beams", 1))
     temperature = float(given.pop("temperature", 0.0))
     samples = given.pop("do_sample", temperature > 0)
-    # lm-eval's tasks say temperature: 0 and do_sample: false, either or both.
+    # lm-eval's tasks set temperature: 0 and do_sample: false, either or both.
     if samples and not temperature:
         raise ConfigError("do_sample=true wants a temperature above 0: --gen_kwargs do_sample=true,temperature=1")
     sampled = {name: given.pop(name) for name in _SAMPLED if name in given}
@@ -174,7 +175,7 @@ def _strategy(given: dict[str, Any]) -> Greedy | Sample | Beams:
         if samples:
             raise ConfigError(f"num_beams={num_beams} searches and does not sample. Leave temperature out.")
         return Beams(num_beams=num_beams, **searched)
-    # Greedy decoding ignores sampling options: tasks give them nevertheless, and transformers only warns.
+    # Greedy decoding ignores sampling options: tasks set them nevertheless, and transformers only warns.
     if not samples:
         return Greedy()
     return Sample(temperature=temperature, **sampled)

@@ -1,4 +1,4 @@
-"""Settings of one of our models from lm-eval's ``--model_args``."""
+"""Settings for one of our models from lm-eval's ``--model_args``."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from longctx.errors import ConfigError
 from longctx.generation.reading import CHUNK_TOKENS, check_chunk_tokens
 
 _KINDS = {"Path": str, "Path | None": str, "str": str, "int": int, "bool": bool, "bool | None": bool}
-"""What lm-eval makes of the text after ``name=``, by the field's type."""
+"""Python type that lm-eval converts ``name=TEXT`` to, by the field's type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of the model and its execution, equal on every rank."""
+    """Settings for the model and its execution, equal on every rank."""
 
     checkpoint: Path
     """Checkpoint, run folder (its newest checkpoint), or Hugging Face folder."""
     tokenizer: Path | None = None
-    """For a folder that has none of its own."""
+    """Tokenizer for a folder without its own."""
     dtype: str = "float32"
-    """Of the weights and of the computation: float32 or bfloat16."""
+    """Dtype for weights and computation: float32 or bfloat16."""
     context: int = 0
-    """Ranks that share a text; 0 for all."""
+    """Ranks that share a text; 0 uses all."""
     expert: int = 1
     """Ranks that share the experts."""
     chunk_tokens: int = CHUNK_TOKENS
-    """Tokens that are read at a time; short texts are read together up to so many."""
+    """Tokens per forward pass; short texts are packed up to this number."""
     max_length: int = 0
-    """Tokens that a text may have; 0 for the model's positions."""
+    """Maximum tokens per text; 0 uses the model's positions."""
     beyond_positions: bool = False
-    """Allow a ``max_length`` beyond the model's positions."""
+    """Allow a ``max_length`` greater than the model's positions."""
     seed: int = 1234
-    """Of what is sampled: the n-th sampled text is drawn from seed + n."""
+    """Base seed for sampling: the n-th sampled text uses seed + n."""
     enable_thinking: bool | None = None
-    """A variable of chat templates: false, or None, which leaves it to them."""
+    """Chat template variable: false, or unset to use the template's default."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
@@ -56,7 +56,7 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
-        """Parse ``--model_args``. Raise ConfigError for an unknown name or a value of the wrong type."""
+        """Parse ``--model_args``; raise ConfigError for an unknown name or a value with the wrong type."""
         known = {field.name: field for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in arguments.items():
@@ -68,6 +68,7 @@ class Settings:
             # A folder may be named 2024, which lm-eval converts to a number.
             if wanted is str and isinstance(value, (int, float, Path)) and not isinstance(value, bool):
                 value = str(value)
+            # type(), not isinstance(): True must not pass as an integer.
             if type(value) is not wanted:
                 raise ConfigError(f"--model_args {name}={value}: give {_described(wanted)}.")
             values[name] = value
@@ -79,13 +80,13 @@ class Settings:
         return cls(**values)
 
     def chat_options(self) -> dict[str, bool]:
-        """Return the chat template's variables."""
+        """Return variables for the chat template."""
         if self.enable_thinking is None:
             return {}
         return {"enable_thinking": self.enable_thinking}
 
     def limit(self, model: ModelConfig) -> int:
-        """Return the maximum tokens of a text. Raise ConfigError if the model has fewer positions than requested."""
+        """Return the maximum tokens per text; raise ConfigError if the model has fewer positions than requested."""
         check_positions(
             model,
             self.max_length,
@@ -98,8 +99,8 @@ class Settings:
 
 
 def device_wish(device: str | None) -> str:
-    """Convert lm-eval's ``--device``. Raise ConfigError for a device that longctx does not support."""
-    # Each rank uses the GPU with its own index.
+    """Convert lm-eval's ``--device``; raise ConfigError for a device that longctx does not support."""
+    # Drop the index: each rank uses the GPU with its own index.
     kind = (device or "auto").partition(":")[0]
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device}: longctx computes on cpu or cuda. Leave it out to take what is there.")
@@ -111,7 +112,7 @@ def _explain_unknown(name: str, known: list[str]) -> str:
     advice = f"There are: {', '.join(known)}."
     if nearest:
         advice = f"Did you mean {nearest[0]}? {advice}"
-    # A habit of users of --model hf.
+    # Users often carry this name over from --model hf.
     if name == "pretrained":
         advice = "Write checkpoint=RUN_OR_HF_FOLDER."
     return f"--model_args {name}= is unknown to longctx. {advice}"

@@ -1,1 +1,1 @@
-"""Effective training time (goodput): seconds of a run that trained the state it goes on from."""
+"""Effective training time (goodput): seconds that trained the state from which the run continues."""

@@ -1,8 +1,8 @@
 """Account of a run's seconds: each belongs to one kind, over all attempts and the gaps between them.
 
 Seconds within an attempt come from its monotonic clock, so they add up to the attempt's duration. The gap between two
-attempts is measured by the time since boot if both ran on one machine, otherwise by the difference of wall-clock times.
-It is never less than 0: hosts' clocks disagree.
+attempts is the difference in time since boot if both ran on one machine, otherwise in wall-clock time, and at least 0:
+hosts' clocks disagree.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ KINDS: dict[Kind, str] = {
     "stopped": "after an attempt that failed, until the next one",
     "paused": "after a stop that was asked for, until the next attempt",
 }
-"""Every kind, in the order shown, and what it is."""
+"""Every kind with its description, in display order."""
 _OF_DOING: dict[str, Kind] = {"starting": "starting", "saving": "saving", "validating": "validation"}
 _ON_PURPOSE = ("done", "stopped")
-"""Ends that somebody wanted."""
+"""Requested ends."""
 
 Seconds = dict[Kind, float]
 
 
 WINDOW = 100
-"""Steps of the attempt that say what is usual: the last ones."""
+"""Window for the expected duration: the attempt's last steps."""
 LEAST = 8
-"""With fewer of them nothing is a stall."""
+"""Minimum steps in the window before a step can count as stalled."""
 STALL_RATIO = 2.0
-"""A step is stalled that takes more than so many times what is to be expected of it …"""
+"""A step is stalled if it takes more than this many times its expected duration …"""
 STALL_SECONDS = 1.0
-"""… and at least so much more: short steps of a busy machine differ by more than twice without any reason."""
+"""… and exceeds it by more than this: on a busy machine, short steps vary by more than a factor of two."""
 
 
 class Median:
-    """Running median of the last values."""
+    """Running median over the last ``size`` values."""
 
     def __init__(self, size: int = WINDOW) -> None:
         self._size, self._values, self._sorted = size, deque[float](), list[float]()
@@ -64,7 +64,8 @@ class Median:
         return len(self._values)
 
     def add(self, value: float) -> None:
-        """Add a value; drop the oldest if there are too many."""
+        """Add a value; drop the oldest if the window is full."""
+        # The deque has the values by age, for eviction; the sorted list has the same values, for the median.
         self._values.append(value)
         insort(self._sorted, value)
         if len(self._values) > self._size:
@@ -72,7 +73,7 @@ class Median:
 
     @property
     def value(self) -> float:
-        """Median of the values; 0 if there are none."""
+        """Median; 0 if empty."""
         if not self._sorted:
             return 0.0
         middle = len(self._sorted) // 2
@@ -82,14 +83,16 @@ class Median:
 
 
 class UsualStep:
-    """Expected duration of a step, from the previous steps of one attempt."""
+    """Expected duration of a step, from previous steps in the same attempt."""
 
     def __init__(self) -> None:
         self._seconds, self._rates = Median(), Median()
         self._first: tuple[float, float] | None = None
         self.warm_up = 0.0
-        """What the first step took beyond the steps after it: it compiles, and touches all memory first. 0 as long as
-        none has come; settled with the eighth."""
+        """Seconds by which the first step exceeds its expected duration: it compiles and touches all memory first.
+
+        0 until a second step ends; final after eight further steps.
+        """
 
     def see(self, seconds: float, work: float) -> float:
         """Add a step that computed ``work`` FLOPs (in any unit, 0 if unknown); return its stalled seconds."""
@@ -98,6 +101,7 @@ class UsualStep:
             return 0.0
         stalled = 0.0
         if len(self._seconds) >= LEAST:
+            # Compare before adding this step: it must not raise its own expected duration.
             beyond = seconds - self._expected(work)
             if beyond > STALL_SECONDS and seconds > STALL_RATIO * (seconds - beyond):
                 stalled = beyond
@@ -110,8 +114,8 @@ class UsualStep:
         return stalled
 
     def _expected(self, work: float) -> float:
-        """Return seconds of a usual step or, if this one has more to compute, seconds at the usual speed."""
-        # A row of one long document has many times the attention of a row of short ones: that is no stall.
+        """Return the median step duration or, if longer, the time for ``work`` at the median rate."""
+        # A row with one long document needs many times more attention FLOPs than one with short documents: no stall.
         rate = self._rates.value
         if work > 0 and rate > 0:
             return max(self._seconds.value, work / rate)
@@ -119,16 +123,16 @@ class UsualStep:
 
 
 class Tally:
-    """Running totals of one attempt, line by line."""
+    """Running totals over one attempt's timeline."""
 
     def __init__(self, until: float = 0.0) -> None:
-        """Start counting at ``until``; earlier seconds of the attempt are counted elsewhere."""
+        """Start counting at ``until``; another tally has the attempt's earlier seconds."""
         self.until, self.stalls, self.usual = until, 0, UsualStep()
         self._seconds: Seconds = dict.fromkeys(KINDS, 0.0)
 
     def add(self, line: Line) -> list[tuple[Kind, float]]:
-        """Add a line; return the parts of the time between the end of the previous line and the end of this one."""
-        # A clock never goes back, but the file may have been edited by hand.
+        """Add a line; return the time since the previous line's end, split by kind."""
+        # A monotonic clock never goes back, but the file may have been edited by hand.
         passed = max(0.0, line["until"] - self.until)
         seconds = min(max(0.0, line["seconds"]), passed)
         parts: list[tuple[Kind, float]] = [("other", passed - seconds)]
@@ -143,7 +147,7 @@ class Tally:
         self._count([(kind, max(0.0, until - self.until))])
 
     def seconds(self) -> Seconds:
-        """Return seconds by kind, as far as known now."""
+        """Return seconds by kind, as known so far."""
         found = dict(self._seconds)
         found["productive"] -= self.warm_up
         found["warm_up"] += self.warm_up
@@ -151,11 +155,11 @@ class Tally:
 
     @property
     def warm_up(self) -> float:
-        """Seconds of the first completed step that are not productive."""
+        """Unproductive seconds in the first completed step."""
         return self.usual.warm_up
 
     def _step(self, line: Line, seconds: float) -> list[tuple[Kind, float]]:
-        # All of the wait: it is near 0 if the data keeps up, and a run that always waits could be faster.
+        # Count the full wait: it is near 0 if the data keeps up, and a run that always waits could be faster.
         waited = min(max(0.0, line.get("wait", 0.0)), seconds)
         computed = seconds - waited
         if line.get("skipped"):
@@ -173,21 +177,21 @@ class Tally:
 
 @dataclass
 class Attempt:
-    """One start of the run, and its outcome."""
+    """One start of the run, with its outcome."""
 
     begin: Line
     tally: Tally = field(default_factory=Tally)
     how: str | None = None
-    """Why it ended; None of one that was killed, or goes on."""
+    """Reason for the end; None if the attempt was killed or is still running."""
     shift: float = 0.0
-    """By how much its time of day was set while it ran."""
+    """Seconds by which the host's wall clock was set during the attempt."""
     after: tuple[Kind, float] | None = None
-    """What lies between it and the next one; None of the last one."""
+    """Kind and length of the gap to the next attempt; None for the last attempt."""
     alive: Line | None = None
-    """The last sign of life, if nothing has ended since."""
+    """Last heartbeat, if no activity has ended since."""
     redone: float = 0.0
-    """Productive seconds of steps that later attempts have done again."""
-    # Arrays, one value per completed step: a run may have millions of them.
+    """Productive seconds in steps that later attempts repeat."""
+    # Arrays with one value per completed step: a run may have millions.
     steps: array[int] = field(default_factory=lambda: array("q"))
     lengths: array[float] = field(default_factory=lambda: array("d"))
 
@@ -212,13 +216,13 @@ class Attempt:
                 self.lengths.append(seconds)
 
     def close(self, redone_from: float) -> None:
-        """Finish after the last line. Steps after ``redone_from`` were done again by later attempts, or will be."""
+        """Finish after the last line; later attempts have repeated the steps after ``redone_from``, or will."""
         if self.alive is not None:
             self.tally.end(self.alive["until"], _kind_of_rest(self.alive))
         steps, lengths = np.frombuffer(self.steps, dtype=np.int64), np.frombuffer(self.lengths)
         self.redone = float(lengths[steps > redone_from].sum())
         if self.redone and steps[0] > redone_from:
-            # The first step's warm-up is not part of the redone time.
+            # The first step's warm-up is already counted, so it is not part of the repeated time.
             self.redone -= self.tally.warm_up
 
     def seconds(self) -> Seconds:
@@ -230,14 +234,14 @@ class Attempt:
 
     @property
     def began(self) -> float:
-        """Start of the attempt in seconds since 1970, by its host's clock."""
+        """Start time in seconds since 1970, by the host's clock."""
         return self.begin["time"]
 
     def gap_to(self, later: Attempt) -> float:
-        """Return seconds from the end of this attempt to the start of a later one; negative if clocks disagree."""
+        """Return seconds from this attempt's end to the next one's start; negative if clocks disagree."""
         here, there = self.begin, later.begin
         if here.get("boot") and here.get("boot") == there.get("boot") and here.get("since_boot"):
-            # Same machine: its time since boot cannot be set.
+            # Same boot of one machine: unlike the wall clock, time since boot cannot be set.
             gap = there.get("since_boot", 0.0) - here["since_boot"] - self.tally.until
             if gap >= 0:
                 return gap
@@ -246,14 +250,14 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Account of all attempts of a run."""
+    """Account over all attempts of a run."""
 
     attempts: Sequence[Attempt]
     skewed: int = 0
-    """Stops of unknown length: clocks say that the next attempt began before the one before ended."""
+    """Gaps with unknown length: by the clocks, the next attempt began before the previous one ended."""
 
     def seconds(self) -> Seconds:
-        """Return seconds by kind; their sum is ``wall``."""
+        """Return seconds by kind; they sum to ``wall``."""
         found: Seconds = dict.fromkeys(KINDS, 0.0)
         for attempt in self.attempts:
             for kind, seconds in attempt.seconds().items():
@@ -264,18 +268,18 @@ class Goodput:
 
     @property
     def wall(self) -> float:
-        """Seconds from the start of the first attempt to the last sign of the last one."""
+        """Seconds from the first attempt's start to the last attempt's last sign of life."""
         between = sum(attempt.after[1] for attempt in self.attempts if attempt.after is not None)
         return between + sum(attempt.tally.until for attempt in self.attempts)
 
     @property
     def stalls(self) -> int:
-        """Number of stalled steps."""
+        """Stalled steps."""
         return sum(attempt.tally.stalls for attempt in self.attempts)
 
 
 def effective_share(seconds: Seconds) -> float | None:
-    """Return productive seconds over all but pauses, 0 to 1 (effective training time); None before the first second."""
+    """Return productive seconds over all seconds except pauses, 0 to 1; None before the first second."""
     counted = sum(seconds.values()) - seconds["paused"]
     if counted <= 0:
         return None
@@ -283,17 +287,18 @@ def effective_share(seconds: Seconds) -> float | None:
 
 
 def goodput_of(lines: Iterable[Line]) -> Goodput:
-    """Build the account of a timeline's lines."""
+    """Build the account from timeline lines."""
     attempts: list[Attempt] = []
     for line in lines:
         if line.get("event") == "begin":
             attempts.append(Attempt(line))
         elif attempts:
             attempts[-1].see(line)
+    # Backwards: all later attempts decide which steps were repeated.
     redone_from, skewed = float("inf"), 0
     for attempt in reversed(attempts):
         attempt.close(redone_from)
-        # A later attempt may go on from a checkpoint older than the one the previous attempt went on from.
+        # A later attempt may resume from an older checkpoint than the attempt before it.
         redone_from = min(redone_from, attempt.begin["step"])
     for attempt, later in pairwise(attempts):
         gap = attempt.gap_to(later)
@@ -306,10 +311,10 @@ def goodput_of(lines: Iterable[Line]) -> Goodput:
 
 
 def read_goodput(folder: Path) -> Goodput:
-    """Return the account of a run folder; it has no attempts if the run kept no timeline."""
+    """Return a run folder's account; without attempts if the run kept no timeline."""
     return goodput_of(read_timeline(folder))
 
 
 def _kind_of_rest(line: Line) -> Kind:
-    """Return the kind of the time after the last line, by the current activity: an unfinished step is lost."""
+    """Return the kind for the time after the last line, by current activity: an unfinished step is lost."""
     return _OF_DOING.get(line.get("in", "step"), "lost")

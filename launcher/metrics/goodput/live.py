@@ -1,4 +1,4 @@
-"""Effective training time of a running run: rank 0 writes its timeline and keeps its account."""
+"""Effective training time during a run: rank 0 writes the timeline and updates its account."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _LOSSES: dict[Kind, str] = {
 
 
 class LiveGoodput:
-    """Account of a run while it goes on: all earlier attempts, and the lines of this one."""
+    """Running account: all earlier attempts plus this attempt's lines."""
 
     def __init__(self, before: Goodput) -> None:
-        """Start from ``before``, which includes the beginning of this attempt."""
+        """Start from ``before``, which includes the start of this attempt."""
+        # The tally starts at the attempt's last known time: ``before`` has all earlier seconds.
         self._before, self._tally = before.seconds(), Tally(before.attempts[-1].tally.until)
         self._stalls, self.restarts = before.stalls, len(before.attempts) - 1
 
     def add(self, line: Line) -> float:
-        """Add a new line of this attempt; return its stalled seconds."""
+        """Add a line from this attempt; return its stalled seconds."""
         return sum(seconds for kind, seconds in self._tally.add(line) if kind == "stalled")
 
     def seconds(self) -> Seconds:
@@ -43,7 +44,7 @@ class LiveGoodput:
         return {kind: seconds + now[kind] for kind, seconds in self._before.items()}
 
     def metrics(self) -> dict[str, Any]:
-        """Return the fields of a train record."""
+        """Return the goodput fields for a train record."""
         return {
             "goodput": effective_share(self.seconds()),
             "stalls": self._stalls + self._tally.stalls,
@@ -52,23 +53,23 @@ class LiveGoodput:
 
 
 class RunTime:
-    """Writer of an attempt's timeline, which also computes the share of time spent training."""
+    """Timeline writer for one attempt, which also computes the share of time spent training."""
 
     def __init__(self, folder: Path, *, step: int) -> None:
-        """Begin the attempt, which goes on from ``step``."""
+        """Begin the attempt, which resumes from ``step``."""
         self._folder, self._timeline = folder, Timeline(folder, step=step)
         goodput = read_goodput(folder)
-        # Without attempts the file could not be written, and no account can be kept.
+        # Without attempts the file could not be written: keep no account.
         self._live = LiveGoodput(goodput) if goodput.attempts else None
         self.how: How = "done"
-        """Why the attempt ends."""
+        """Reason for the attempt's end."""
 
     def doing(self, doing: Doing) -> None:
         """Begin an activity other than a step."""
         self._take(self._timeline.begin(doing))
 
     def see(self, record: Mapping[str, Any]) -> Record:
-        """Process a record as it is written; return the fields to add to it."""
+        """Process a record before it is written; return the fields to add to it."""
         if record.get("event") == STOP_EVENT:
             self.how = "stopped"
             # A stop because the launcher is gone was not requested.
@@ -76,10 +77,11 @@ class RunTime:
                 self.how = "launcher"
         if record["kind"] == "validation":
             self._take(self._timeline.did())
-        # A step that could not be taken has no time of its own: it never ended.
+        # A step that could not be taken has no duration: it never ended.
         if record["kind"] != "train" or record.get("step_seconds") is None:
             return {}
         more: dict[str, Any] = {"wait": round(record.get("data_wait_seconds") or 0.0, 4)}
+        # The account compares FLOPs to tell a long step from a stall.
         if record.get("model_tflops"):
             more["work"] = float(f"{record['model_tflops'] * record['step_seconds']:.6g}")
         if record.get("skipped"):
@@ -93,14 +95,14 @@ class RunTime:
         return found
 
     def end(self, *, failed: bool) -> str:
-        """End the attempt, by an error or as its records say; return a line for the log."""
+        """End the attempt; return a summary line for the log, empty after an error or without an account."""
         if failed:
             self.how = "failed"
         self._timeline.end(self.how)
         # The error that ends a run must be the last message.
         if failed or self._live is None:
             return ""
-        # Read from the file, as the report does: time after the last step belongs to the account, too.
+        # Read the file, as the report does: the time after the last step counts too.
         return in_words(read_goodput(self._folder).seconds(), self._live.restarts)
 
     def _take(self, line: Line | None) -> float:
@@ -110,7 +112,7 @@ class RunTime:
 
 
 def in_words(seconds: Seconds, restarts: int) -> str:
-    """Summarize in one line: the training share, total time, and losses; empty before the first second."""
+    """Summarize in one line: training share, total time and losses; empty before the first second."""
     share = effective_share(seconds)
     if share is None:
         return ""
@@ -118,7 +120,7 @@ def in_words(seconds: Seconds, restarts: int) -> str:
     line = f"Effective training time: {share:.1%} of {short_duration(counted)}"
     if restarts:
         line += f", {plural(restarts, 'restart')}"
-    # Losses below a thousandth do not explain where the time went.
+    # Losses below a thousandth are too small to report.
     parts = [(seconds[kind], name) for kind, name in _LOSSES.items() if seconds[kind] >= 0.001 * counted]
     told = ", ".join(f"{name} {lost / counted:.1%}" for lost, name in sorted(parts, reverse=True))
     if told:

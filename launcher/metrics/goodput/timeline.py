@@ -1,8 +1,8 @@
-"""``timeline.jsonl``: activities of a run's rank 0 and their seconds, one line each time an activity ends.
+"""``timeline.jsonl``: rank 0's activities and their seconds, one line per finished activity.
 
-The file holds all attempts of a run, one after the other: a resume cuts ``metrics.jsonl``, but never this file. Within
-an attempt, seconds come from a monotonic clock and count from the start of the process (``until``). Wall-clock times
-matter only between attempts. ``docs/run-folder.md`` defines every key.
+The file holds all attempts of a run in order: a resume truncates ``metrics.jsonl``, but never this file. Within an
+attempt, seconds come from a monotonic clock and count from process start (``until``). Wall-clock times matter only
+between attempts. ``docs/run-folder.md`` defines every key.
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ log = logging.getLogger(__name__)
 TIMELINE_FILE = "timeline.jsonl"
 
 Line = dict[str, Any]
-"""One line of it."""
+"""One line in the timeline."""
 Doing = Literal["starting", "step", "validating", "saving"]
 How = Literal["done", "stopped", "launcher", "failed"]
-"""Why an attempt ended: at its last step, asked to stop, its launcher gone, or by an error."""
+"""Reason for an attempt's end: last step, requested stop, launcher gone, or error."""
 
 BEAT_SECONDS = 10.0
-"""A line at least so often: of a process that is killed no other sign is left of how long it lived."""
+"""Longest interval between lines: a killed process leaves no other sign of its lifetime."""
 _MOST = 1e11
-"""Numbers of a timeline are smaller: seconds since 1970 are, and no NaN is."""
+"""Upper limit for timeline numbers: seconds since 1970 are smaller, and NaN fails the comparison."""
 _SHIFT_SECONDS = 0.5
-"""A time of day that moves by more against the steady clock has been set by somebody."""
+"""Minimum shift of wall time against the monotonic clock that counts as a clock change."""
 
 
 class Timeline:
-    """Writer of one attempt's timeline; only rank 0 has one."""
+    """Writer for one attempt's timeline, on rank 0 only."""
 
     def __init__(self, folder: Path, *, step: int, clock: Clock | None = None, beat_seconds: float = BEAT_SECONDS):
-        """Begin the attempt, which goes on from ``step``; the time since the process started counts as "starting"."""
+        """Begin the attempt, which resumes from ``step``; the time since process start counts as "starting"."""
         self._clock, self._beat_seconds = clock or Clock(), beat_seconds
+        # The training loop and the heartbeat thread both write.
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._path = folder / TIMELINE_FILE
+        # Measure from process start: imports are part of the attempt.
         age = self._clock.age()
         self._origin = self._clock.monotonic() - age
         self._began = self._clock.wall() - age
@@ -69,7 +71,7 @@ class Timeline:
         self._thread.start()
 
     def did(self, until: float | None = None) -> Line | None:
-        """End the current activity and return to steps; return its line, or None if it was a step."""
+        """End the current activity and return to steps; return its line, or None for a step."""
         until = until or self._now()
         doing, self._doing = self._doing, "step"
         if doing == "step":
@@ -80,7 +82,7 @@ class Timeline:
         return line
 
     def begin(self, doing: Doing) -> Line | None:
-        """Begin an activity other than a step; return the line of the activity that it ends."""
+        """Begin an activity other than a step; return the line for the activity that ends."""
         ended = self.did()
         self._doing, self._mark = doing, self._now()
         return ended
@@ -88,18 +90,19 @@ class Timeline:
     def step(self, step: int, seconds: float, **more: Any) -> list[Line]:
         """Record a step that has just ended after ``seconds``; return the new lines."""
         until = self._now()
-        # The activity before lasted until the step began.
+        # The previous activity lasted until the step began.
         before = self.did(max(self._mark, until - seconds))
         line = self._line("step", seconds, until, step=step, **more)
         self._mark = until
         return [one for one in (before, line) if one is not None]
 
     def end(self, how: How) -> Line | None:
-        """End the attempt; return the line of the last activity. Safe to call twice."""
+        """End the attempt; return the line for the last activity. Safe to call twice."""
         if self._closed.is_set():
             return None
         doing = self._doing
         line = self.did()
+        # Stop the heartbeats first: "end" must be the last line.
         self._closed.set()
         self._thread.join()
         self._write({"event": "end", "how": how, "in": doing, "until": round(self._now(), 4), **self._shift()})
@@ -116,21 +119,21 @@ class Timeline:
         return self._clock.monotonic() - self._origin
 
     def _shift(self) -> Line:
-        """Return the wall clock's shift against the monotonic clock since the beginning; empty if it was not set."""
+        """Return the wall clock's shift against the monotonic clock since the start; empty if the clock was not set."""
         shift = self._clock.wall() - self._began - self._now()
         if abs(shift) < _SHIFT_SECONDS:
             return {}
         return {"shift": round(shift, 3)}
 
     def _beat(self) -> None:
-        """Report now and then, from a thread of its own, that the process is alive, with its current activity."""
+        """Write a heartbeat with the current activity, from a separate thread, after a long time without a line."""
         while not self._closed.wait(self._beat_seconds / 4):
             now = self._now()
             if now - self._written >= self._beat_seconds:
                 self._write({"event": "alive", "in": self._doing, "until": round(now, 4), **self._shift()})
 
     def _open(self) -> TextIO | None:
-        """Open the file at the beginning of a line."""
+        """Open the file for appending, at the start of a line."""
         try:
             text = self._path.open("a+b")
             with text:
@@ -150,7 +153,7 @@ class Timeline:
                 return
             try:
                 self._file.write(json.dumps(line) + "\n")
-                # Flush, so that the lines survive if the process is killed.
+                # Flush: lines must survive a kill.
                 self._file.flush()
             except (OSError, ValueError) as error:
                 self._file = None
@@ -158,17 +161,14 @@ class Timeline:
             self._written = self._now()
 
     def _give_up(self, error: Exception) -> None:
-        """Warn only: training does not depend on the timeline, and metrics, on the same disk, report the cause."""
+        """Warn without failing: training does not depend on the timeline, and metrics report a failing disk."""
         log.warning(
             "%s cannot be written: %s. The run's effective training time will lack this part.", self._path, error
         )
 
 
 def read_timeline(folder: Path) -> Iterator[Line]:
-    """Yield the lines of a run's timeline in order; none if the run kept no timeline.
-
-    Malformed lines are skipped: a killed process leaves half a line.
-    """
+    """Yield a run's timeline lines in order, without malformed ones; empty if the run kept no timeline."""
     try:
         file = (folder / TIMELINE_FILE).open("rb")
     except OSError:
@@ -178,13 +178,14 @@ def read_timeline(folder: Path) -> Iterator[Line]:
             try:
                 line = parse_json(text)
             except ValueError:
+                # A killed process leaves half a line.
                 continue
             if isinstance(line, dict) and _is_sound(line):
                 yield line
 
 
 def _is_sound(line: Line) -> bool:
-    """Return True if the line has the fields that its kind needs, as numbers that can be added."""
+    """Return True if the line has the fields that its kind requires, as numbers that can be added."""
     needed: tuple[str, ...] = ("seconds", "until")
     if "event" in line:
         needed = {"begin": ("step", "time"), "alive": ("until",), "end": ("until",)}.get(line["event"], ("unknown",))
@@ -197,9 +198,9 @@ def _is_sound(line: Line) -> bool:
 
 
 def process_age() -> float:
-    """Return seconds since this process was started."""
+    """Return seconds since process start."""
     try:
-        # Ticks since boot. psutil would add them to a boot time that is only known to a second.
+        # Ticks since boot are exact; psutil adds them to a boot time with a resolution of one second.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return max(0.0, since_boot() - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
@@ -214,7 +215,7 @@ def since_boot() -> float:
 
 
 def boot_id() -> str:
-    """Return the id of the machine's current boot; empty if the system has none."""
+    """Return the machine's current boot id; empty if unavailable."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -223,12 +224,12 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Sources of time; tests replace them."""
+    """Clock functions; tests replace them."""
 
     monotonic: Callable[[], float] = time.monotonic
     """Seconds that never go back."""
     wall: Callable[[], float] = time.time
-    """Seconds since 1970: anybody may set this clock while a run goes on."""
+    """Seconds since 1970; this clock may be set during a run."""
     since_boot: Callable[[], float] = since_boot
     boot_id: Callable[[], str] = boot_id
     age: Callable[[], float] = process_age

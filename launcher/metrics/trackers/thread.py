@@ -1,7 +1,7 @@
-"""Hand the records of a run to its trackers without waiting for them.
+"""Non-blocking delivery of a run's records to its trackers.
 
-Each tracker has a bounded queue and a thread, so one that hangs delays neither a step nor another tracker. A full queue
-drops records and counts them; an exception ends that tracker. ``metrics.jsonl`` has every record in any case.
+Each tracker has a bounded queue and a thread, so a tracker that hangs delays neither a step nor another tracker. A full
+queue drops records and counts them; an exception ends that tracker. ``metrics.jsonl`` has every record in any case.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from longctx.errors import ConfigError
 log = logging.getLogger(__name__)
 
 ALWAYS = ("tensorboard",)
-"""Trackers of every run, besides those of ``run.trackers``."""
+"""Trackers enabled in every run, in addition to ``run.trackers``."""
 PACKAGES: dict[str, tuple[str, ...]] = {
     "wandb": ("wandb",),
     "trackio": ("trackio",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
 }
-"""What each optional tracker imports. Without a server MLflow stores runs in a database, which takes the other two."""
+"""Packages imported by each optional tracker; MLflow's database, used without a server, needs the other two."""
 QUEUE_CALLS = 1000
-"""Most calls that wait for one tracker."""
+"""Maximum queued calls per tracker."""
 DONE_SECONDS, STOP_SECONDS = 20.0, 2.0
-"""How long the end of a run waits for all trackers together; a launcher may soon kill a run that stops or fails."""
+"""Maximum wait for all trackers together at the end of a run; a launcher may soon kill a run that stops or fails."""
 
 Call = Callable[[Tracker], None]
 
@@ -62,7 +62,7 @@ def check_trackers(names: Sequence[str]) -> None:
 def open_trackers(
     names: Sequence[str], folder: Path, *, project: str, config: Mapping[str, Any], first_step: int
 ) -> Trackers:
-    """Start the threads of ``ALWAYS`` and ``names`` for the run in ``folder``; ``config`` may be nested."""
+    """Start the threads for ``ALWAYS`` and ``names`` on the run in ``folder``; ``config`` may be nested."""
     run = TrackedRun(
         folder=folder,
         project=project,
@@ -74,7 +74,8 @@ def open_trackers(
 
 
 def open_tracker(name: str, run: TrackedRun) -> Tracker:
-    """Import the adapter of this name and open the run with it."""
+    """Import the adapter called ``name`` and open the run with it."""
+    # Import on demand: most of these libraries are optional.
     if name == "tensorboard":
         from launcher.metrics.trackers.to_tensorboard import TensorBoardTracker
 
@@ -93,7 +94,7 @@ def open_tracker(name: str, run: TrackedRun) -> Tracker:
 
 
 class Trackers:
-    """The trackers of one run; none on ranks other than 0."""
+    """Trackers for one run; empty on ranks other than 0."""
 
     def __init__(self, threads: Sequence[TrackerThread] = ()) -> None:
         self._threads = threads
@@ -101,7 +102,7 @@ class Trackers:
             thread.start()
 
     def send(self, record: Record) -> None:
-        """Queue the curves of a record, and its sample text, for every tracker. Return at once."""
+        """Queue a record's curves and sample text for every tracker; return at once."""
         step, values, sample = record["step"], curves(record), record.get("sample")
         if values:
             seconds = datetime.fromisoformat(record["time"]).timestamp()
@@ -111,8 +112,9 @@ class Trackers:
             self._put(lambda tracker: tracker.text(step, "sample", text))
 
     def close(self, how: str) -> None:
-        """Close all trackers and wait a limited time for them; ``how`` is the end of the run, such as "done"."""
+        """Close all trackers and wait for them up to a deadline; ``how`` is the run's outcome, such as "done"."""
         deadline = time.monotonic() + (DONE_SECONDS if how == "done" else STOP_SECONDS)
+        # End all before waiting for any: they share one deadline.
         for thread in self._threads:
             thread.finish(how)
         for thread in self._threads:
@@ -124,7 +126,7 @@ class Trackers:
 
 
 class TrackerThread(threading.Thread):
-    """Opens a tracker for the first call in its queue, then makes the calls in their order."""
+    """Thread that opens a tracker at the first queued call, then makes the calls in order."""
 
     def __init__(self, tracker: str, open_it: Callable[[], Tracker]) -> None:
         # A daemon thread, so that the process can end even if the tracker hangs.
@@ -153,12 +155,12 @@ class TrackerThread(threading.Thread):
         """Let the thread end once its queue is empty."""
         self._how = how
         self._is_ending.set()
-        # None wakes a thread that waits for a call.
+        # The sentinel wakes a thread that waits for a call; with a full queue the thread is not waiting.
         with suppress(queue.Full):
             self._calls.put_nowait(None)
 
     def wait(self, deadline: float) -> None:
-        """Wait until the deadline for the thread to end, and warn about records the tracker lacks."""
+        """Wait until the deadline for the thread to end; warn if the tracker lacks records."""
         self.join(max(0.0, deadline - time.monotonic()))
         if self.is_alive():
             # A run that fails in its first seconds may end before a tracker's library is imported.
@@ -169,7 +171,7 @@ class TrackerThread(threading.Thread):
             log.warning("Tracker %s lacks %d records, which were dropped.", self._title, self.num_dropped)
 
     def run(self) -> None:
-        """Make the calls until the run has ended and the queue is empty, then close the tracker."""
+        """Make queued calls until the run has ended and the queue is empty, then close the tracker."""
         while not (self._is_ending.is_set() and self._calls.empty()):
             call = self._calls.get()
             if call is not None:
@@ -178,13 +180,14 @@ class TrackerThread(threading.Thread):
             self._call(lambda tracker: tracker.close(self._how))
 
     def _call(self, call: Call) -> None:
-        """Make one call; after an error the tracker is closed and further calls are dropped."""
+        """Make one call; after an error, close the tracker and drop further calls."""
         if self._has_failed:
             return
         try:
             if self._tracker is None:
                 self._tracker = self._open()
             call(self._tracker)
+        # Any exception: the libraries raise many kinds, and training must go on.
         except Exception as error:
             self._has_failed = True
             log.warning(
@@ -208,7 +211,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> str | int | float | bool:
-    """Return a setting in a type that every tracker accepts."""
+    """Convert a setting to a type that every tracker accepts."""
     if isinstance(value, bool | int | float):
         return value
     return without_secrets(str(value))

@@ -1,4 +1,4 @@
-"""MLflow: the only file that imports it. MLFLOW_TRACKING_URI names a server; without it runs are in a database."""
+"""MLflow adapter, the only file that imports it. MLFLOW_TRACKING_URI names a server; the default is a database."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from launcher.metrics.trackers.tracker import TrackedRun
 
-# Set before the import, which reads them.
+# The import reads these variables, so set them first.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
@@ -22,18 +22,19 @@ class MlflowTracker:
     """One MLflow run."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Its messages go to the console, and may name a server by a URL with a password.
+        # MLflow logs to the console and may print a server URL with a password.
         disable_logging()
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
             place = run.folder.resolve()
+            # Absolute paths: the next attempt may start in another directory.
             uri, artifacts = f"sqlite:///{place}/mlflow.db", (place / "mlartifacts").as_uri()
         self._client = MlflowClient(uri)
         self._run_id = run.remembered("mlflow").get("run_id")
         try:
             self._client.update_run(self._run_id or "", status="RUNNING")
         except MlflowException:
-            # No run yet, or it was deleted, or the server changed. Another run may create the experiment meanwhile.
+            # No run yet, run deleted, or server changed. Another run may create the experiment meanwhile.
             with suppress(MlflowException):
                 self._client.create_experiment(run.project, artifact_location=artifacts)
             experiment = self._client.get_experiment_by_name(run.project)
@@ -47,7 +48,7 @@ class MlflowTracker:
         self._client.log_batch(self._run_id, params=new, tags=tags)
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        """Log a point of each curve in one call."""
+        """Log one point per curve in one call."""
         points = [Metric(key, value, round(seconds * 1000), step) for key, value in values.items()]
         self._client.log_batch(self._run_id, metrics=points)
 
@@ -56,5 +57,5 @@ class MlflowTracker:
         self._client.log_text(self._run_id, text, f"{name}/step_{step:06d}.txt")
 
     def close(self, how: str) -> None:
-        """Set the final status of the run."""
+        """Set the run's final status."""
         self._client.set_terminated(self._run_id, {"done": "FINISHED", "stopped": "KILLED"}.get(how, "FAILED"))

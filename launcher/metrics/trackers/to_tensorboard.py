@@ -1,4 +1,4 @@
-"""TensorBoard: the only file that imports it. Event files are in the run folder."""
+"""TensorBoard adapter, the only file that imports it. Event files are in the run folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
-    """One TensorBoard run; it hides points that earlier attempts drew from ``first_step`` on."""
+    """One TensorBoard run; it hides points that earlier attempts logged from ``first_step`` on."""
 
     def __init__(self, run: TrackedRun) -> None:
         if not isinstance(threading.excepthook, _WithoutTensorBoard):
@@ -22,15 +22,15 @@ class TensorBoardTracker:
         self._writer = SummaryWriter(str(folder), purge_step=run.first_step, flush_secs=30)
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        """Add a point to each curve."""
+        """Add one point per curve."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step, walltime=seconds)
-        # A resumed run does not draw earlier validations again, so they must survive a kill.
+        # A resumed run does not log earlier validations again, so they must survive a kill.
         if any(tag.startswith("validation") for tag in values):
             self._writer.flush()
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Add a text as a block of code, because TensorBoard reads Markdown."""
+        """Add a text as a code block, because TensorBoard renders Markdown."""
         self._writer.add_text(name, f"````text\n{text}\n````", step)
 
     def close(self, how: str) -> None:
@@ -39,7 +39,10 @@ class TensorBoardTracker:
 
 
 class _WithoutTensorBoard:
-    """A thread hook that hides the traceback of TensorBoard's own thread: the writer's next call raises the error."""
+    """Thread exception hook that hides tracebacks from TensorBoard's own thread.
+
+    The writer's next call raises the error.
+    """
 
     def __init__(self, others: Callable[[threading.ExceptHookArgs], object]) -> None:
         self._others = others

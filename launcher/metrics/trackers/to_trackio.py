@@ -1,4 +1,7 @@
-"""Trackio (Hugging Face): the only file that imports it. Local unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set."""
+"""Trackio (Hugging Face) adapter, the only file that imports it.
+
+Runs are local unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +24,32 @@ class TrackioTracker:
     """The process's only trackio run."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Trackio prints without an option to turn it off: its modules get a ``print`` that writes to the run's log.
+        # Trackio prints without an option to turn it off: give its modules a ``print`` that writes to the run's log.
         for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
             vars(sys.modules[name])["print"] = _print
-        # With warnings turned into errors, it prints them as well.
+        # Raised as errors, its warnings are printed too, and so reach the log.
         warnings.filterwarnings("error", module=r"trackio\.utils$")
         # A run is identified by its name, and two folders may have the same name.
         name = str(run.remembered("trackio").get("name") or f"{run.name}-{secrets.token_hex(4)}")
         run.remember("trackio", {"name": name, "project": run.project})
-        # Its monitors read /proc and write every ten seconds: to the watchdog a hanging rank would look busy.
+        # Its monitors read /proc and write every ten seconds: a hanging rank would look busy to the watchdog.
         quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
         trackio.init(project=run.project, name=name, config=dict(run.config), resume="allow", **quiet)
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        """Log a point of each curve."""
+        """Log one point per curve."""
         trackio.log(dict(values), step=step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Log a text as a block of code, because trackio reads Markdown."""
+        """Log a text as a code block, because trackio renders Markdown."""
         trackio.log({name: trackio.Markdown(f"````text\n{text}\n````")}, step=step)
 
     def close(self, how: str) -> None:
-        """Wait until everything is stored or sent."""
+        """Wait until all data is stored or sent."""
         trackio.finish()
 
 
 def _print(*words: Any, **_: Any) -> None:
-    # Strip colours, which are meant for a terminal.
+    # Strip terminal colours.
     if text := re.sub(r"\x1b\[[\d;]*m", "", without_secrets(" ".join(map(str, words)))).strip():
         log.info("Tracker trackio: %s", text)

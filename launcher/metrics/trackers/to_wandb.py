@@ -1,4 +1,4 @@
-"""Weights & Biases (wandb): the only file that imports it."""
+"""Weights & Biases (wandb) adapter, the only file that imports it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 
 
 class WandbTracker:
-    """One W&B run; it is kept offline if there is no key or no server answers."""
+    """One W&B run, kept offline if there is no key or no server answers."""
 
     def __init__(self, run: TrackedRun) -> None:
         known = run.remembered("wandb")
         self._row, self._began = 0, float(known.get("began") or time.time())
         run_id = str(known.get("id") or secrets.token_hex(4))
-        # Before anything is sent: the next attempt finds it even after a kill.
+        # Store the id before anything is sent: the next attempt finds it even after a kill.
         run.remember("wandb", {"id": run_id, "project": run.project, "began": self._began})
-        # Silent, so that it never prompts for a key; metadata would include the command line, and with it secrets.
+        # Silent: it must never prompt for a key. Metadata would include the command line, and with it secrets.
         settings = wandb.Settings(console="off", silent=True, x_disable_meta=True, init_timeout=60)
         wandb.setup(settings)
         options: dict[str, Any] = {"project": run.project, "name": run.name, "id": run_id, "resume": "allow"}
@@ -33,7 +33,7 @@ class WandbTracker:
         try:
             self._run = wandb.init(**options)
         except Exception as error:
-            # Keep a mode that the user has chosen.
+            # Keep a mode chosen by the user.
             if os.environ.get("WANDB_MODE"):
                 raise
             log.warning("No W&B online (%s): the run is kept in its folder for `wandb sync`.", type(error).__name__)
@@ -41,18 +41,19 @@ class WandbTracker:
             wandb.setup(settings)
             self._run = wandb.init(**options, mode="offline")
         log.info("Tracker wandb: run %s in %s", run_id, without_secrets(self._run.url or self._run.dir))
+        # Plot against training steps: W&B's own step counts milliseconds here (see ``log``).
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, Any], seconds: float) -> None:
-        """Log one row of its history."""
-        # W&B refuses rows whose number decreases. A resumed run repeats steps, and each offline attempt would count
+        """Log one history row."""
+        # W&B rejects rows with a decreasing number. A resumed run repeats steps, and each offline attempt would count
         # from 0, but milliseconds since the first attempt always increase.
         self._row = max(self._row + 1, round(1000 * (time.time() - self._began)))
         self._run.log({"step": step, **values}, step=self._row)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Log a table of one cell, because W&B keeps the table of each step."""
+        """Log a one-cell table, because W&B keeps each step's table."""
         self.log(step, {name: wandb.Table(columns=["step", "text"], data=[[step, text]])}, 0.0)
 
     def close(self, how: str) -> None:

@@ -1,4 +1,4 @@
-"""The ``Tracker`` protocol, and the description of a run that adapters get."""
+"""``Tracker`` protocol, and the run description that adapters receive."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from longctx.untrusted.reading import read_json
 _SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET|CREDENTIAL", re.IGNORECASE)
 _USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _LEAST_SECRET = 6
-"""Shorter values of variables with such names are no secrets, but 1, true or on."""
+"""Minimum length of a secret: shorter values in such variables are 1, true or on."""
 
 
 class Tracker(Protocol):
-    """One run of a tracker, open for writing. All calls come from one thread; an exception ends the tracker."""
+    """One tracker run, open for writing. All calls come from one thread; an exception ends the tracker."""
 
     def log(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        """Add a point to each of these curves; ``seconds`` since 1970."""
+        """Add a point to each curve; ``seconds`` since 1970."""
         ...
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Add a text, such as a sample of the model's output."""
+        """Add a text, such as a sample from the model."""
         ...
 
     def close(self, how: str) -> None:
-        """Send the remaining data. ``how`` is done, stopped, launcher (it is gone) or failed."""
+        """Send the remaining data. ``how`` is done, stopped, launcher (the launcher is gone) or failed."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """Description of a run, from which an adapter opens it."""
+    """Run description from which an adapter opens the run."""
 
     folder: Path
-    """The run's folder, which also holds the files of a tracker without a server."""
+    """Run folder, which also holds files for trackers without a server."""
     project: str
     name: str
     config: Mapping[str, str | int | float | bool]
     """Settings by dotted key, without secrets."""
     first_step: int
-    """The first step that this attempt records; an earlier attempt may have recorded it and later ones."""
+    """First step that this attempt records; an earlier attempt may have recorded it and later ones."""
 
     def remembered(self, tracker: str) -> dict[str, Any]:
-        """Return the values that an earlier attempt stored for this tracker; empty on the first attempt."""
+        """Return values that an earlier attempt stored for this tracker; empty on the first attempt."""
         try:
             found = read_json(self._memory(tracker))
         except (OSError, ValueError):
@@ -60,7 +60,7 @@ class TrackedRun:
         return found
 
     def remember(self, tracker: str, values: Mapping[str, Any]) -> None:
-        """Store values for the next attempt, so that it continues the same run of the tracker."""
+        """Store values for the next attempt, so that it continues the same tracker run."""
         path = self._memory(tracker)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (json.dumps(values) + "\n").encode())
@@ -70,7 +70,7 @@ class TrackedRun:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text without values of secret environment variables (keys, tokens, passwords) and users in URLs."""
+    """Mask values from secret environment variables (keys, tokens, passwords) and users in URLs."""
     for name, value in os.environ.items():
         if _SECRET.search(name) and len(value) >= _LEAST_SECRET:
             text = text.replace(value, "***")
@@ -78,16 +78,17 @@ def without_secrets(text: str) -> str:
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return a record's numbers, its expert figures by layer and its loss by position, by curve name."""
+    """Return a record's numbers by curve name, with expert statistics by layer and losses by position and source."""
     kind = record["kind"]
     if kind == "event":
         return {}
+    # Booleans are ints in Python, but flags are no curves.
     pairs = [
         (f"{kind}/{key}", float(value))
         for key, value in record.items()
         if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     ]
-    # A large model's layers get points only in steps with written counts: a point per layer and step is too much.
+    # Log a large model's layers only in steps with written counts: a point per layer and step is too much.
     if record.get("expert_load"):
         pairs += _of_layers(record)
     for name, tokens in (record.get("source_tokens") or {}).items():
@@ -106,7 +107,7 @@ def _of_layers(record: Mapping[str, Any]) -> list[tuple[str, float]]:
         pairs.append((f"expert_max_over_mean/layer_{layer}", max_over_mean(counts)))
         pairs.append((f"expert_idle_share/layer_{layer}", idle_share(counts)))
         pairs.append((f"expert_load_entropy/layer_{layer}", load_entropy(counts)))
-    # Runs of earlier releases lack some of these keys.
+    # Records from earlier releases lack some keys.
     for key in FIGURE_KEYS:
         pairs += [
             (f"{key}/layer_{layer}", float(value)) for layer, value in zip(layers, record.get(key) or [], strict=False)

@@ -1,1 +1,1 @@
-"""An evaluation as tables, pictures and page sections, using only the files of its folder."""
+"""An evaluation as tables, plots and page sections, from the files in its folder only."""

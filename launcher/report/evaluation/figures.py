@@ -1,6 +1,6 @@
-"""Pictures of an evaluation. Each is drawn from rows built by ``tables.py``, and includes its caption.
+"""Evaluation plots. Each is drawn from rows built by ``tables.py`` and includes its caption.
 
-``name`` distinguishes the ids of one picture from those of others on a page.
+``name`` makes a plot's ids unique on a page.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from launcher.report.figures import BLUE, GREEN, GREY, ORANGE, RED, binary_numbe
 
 _COLOURS = (BLUE, ORANGE, GREEN, RED, "#8e6bbf", "#7f6a4d", "#c45fa0", GREY, "#9aa832", "#2f9fb0")
 _MOST_BANDS = 4
-"""Curves whose intervals can be told apart when they are drawn as bands."""
+"""Maximum curves with intervals drawn as bands: more would overlap."""
 _MOST_WIDE_COLUMNS, _MOST_COLUMNS = 10, 22
-"""Columns of a needle picture in which a score and its n have room side by side, and one below the other."""
+"""Maximum columns of a needle plot with room for score and n side by side, and one below the other."""
 
 
 @styled
 def needle_figure(panels: Sequence[tuple[str, Rows]], caption: str, name: str) -> str:
     """Draw score by length and depth on a fixed scale from 0 to 1, with n in every cell; untested cells are blank.
 
-    Several models have a panel each, with its title; all panels have the same cells.
+    Each panel has a title, for comparing models; all panels share the same cells.
     """
     every = [row for _, rows in panels for row in rows]
     lengths = sorted({row["length"] for row in every})
     depths = sorted({row["depth"] for row in every})
+    # All panels share lengths and depths, so that models compare cell by cell.
     figure, axes_of_panels = new_figure(len(panels), height=1.6 + 0.36 * len(depths))
     image = None
     for axes, (title, rows) in zip(axes_of_panels, panels, strict=True):
@@ -49,14 +50,14 @@ def needle_figure(panels: Sequence[tuple[str, Rows]], caption: str, name: str) -
 
 
 def _draw_cells(axes: Axes, rows: Rows, lengths: list[int], depths: list[float], *, columns: int) -> QuadMesh:
-    """Draw one of several panels, which have ``columns`` columns together: a column per length, a row per depth."""
+    """Draw one panel, with a column per length and a row per depth; all panels together have ``columns`` columns."""
     grid, counts = np.full((len(depths), len(lengths)), np.nan), {}
     for row in rows:
         at = depths.index(row["depth"]), lengths.index(row["length"])
         counts[at] = row["n"]
         if row["mean"] is not None:
             grid[at] = row["mean"]
-    # Labels must not overlap: score and n side by side, then on two lines, then smaller.
+    # Labels must not overlap: score and n side by side, then on two lines, then in a smaller font.
     separator, size = "  ", 7.5
     if columns > _MOST_WIDE_COLUMNS:
         separator, size = "\n", 7.5 * min(1, _MOST_COLUMNS / columns)
@@ -74,9 +75,9 @@ def _draw_grid(
     most: float,
     size: float = 7.5,
 ) -> QuadMesh:
-    """Draw numbers as coloured cells with their texts, a column per length; unknown cells are blank."""
+    """Draw numbers as coloured cells with their texts, one column per length; unknown cells are blank."""
     edges = [np.arange(count + 1) - 0.5 for count in (len(lengths), len(names))]
-    # Fixed from 0 to ``most``, so that pictures of two models can be compared.
+    # Fixed from 0 to ``most``, so that plots of two models can be compared.
     image = axes.pcolormesh(
         *edges,
         np.ma.masked_invalid(grid),
@@ -87,7 +88,7 @@ def _draw_grid(
         linewidth=0.4,
     )
     for y, x in np.argwhere(np.isfinite(grid)):
-        # Light text in dark cells.
+        # Light text on dark cells.
         ink = "#ffffff" if grid[y, x] < 0.6 * most else "#111111"
         axes.text(x, y, texts[y, x], ha="center", va="center", fontsize=size, color=ink)
     axes.grid(False)
@@ -100,7 +101,7 @@ def _draw_grid(
 
 @styled
 def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
-    """Draw score over length on a log axis, a curve per task, with its area in the legend."""
+    """Draw score over length on a log axis, one curve per task, with its area in the legend."""
     named = {row["task"]: row for row in areas}
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, (axes,) = new_figure(1, height=3.4 + 0.11 * len(tasks))
@@ -114,7 +115,7 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
         if len(tasks) <= _MOST_BANDS:
             low, high = [row["low"] for row in own], [row["high"] for row in own]
             axes.fill_between(lengths, low, high, color=colour, alpha=0.15, linewidth=0)
-        # Fill the area itself if there is only one curve.
+        # With a single curve, fill the area that its score measures.
         if len(tasks) == 1:
             axes.fill_between(lengths, 0, means, color=colour, alpha=0.08, linewidth=0)
     axes.set_ylim(-0.02, 1.02)
@@ -128,13 +129,13 @@ def length_figure(rows: Rows, areas: Rows, caption: str, name: str) -> str:
 
 @styled
 def ruler_figure(rows: Rows, caption: str, name: str) -> str:
-    """Draw RULER's scores in per cent as a table: a row per task, then their average; a column per length."""
+    """Draw RULER scores in per cent as a table: one row per task, then their average; one column per length."""
     columns = [column for column in rows[0] if column != "task"]
     grid = np.array([[row[column] for column in columns] for row in rows], dtype=float)
     figure, (axes,) = new_figure(1, height=1.4 + 0.3 * len(rows))
     texts = {(int(y), int(x)): f"{grid[y, x]:.2f}" for y, x in np.argwhere(np.isfinite(grid))}
     image = _draw_grid(axes, grid, texts, [int(column) for column in columns], [row["task"] for row in rows], most=100)
-    # A line separates the average from the tasks.
+    # Separate the average from the tasks.
     axes.axhline(len(rows) - 1.5, color=RED, linewidth=1.2)
     bar = figure.colorbar(image, ax=axes, ticks=[0, 25, 50, 75, 100], pad=0.015, fraction=0.03)
     bar.set_label("score (per cent)")
@@ -144,14 +145,14 @@ def ruler_figure(rows: Rows, caption: str, name: str) -> str:
 
 @styled
 def loss_figure(by_position: Rows, by_distance: Rows, caption: str, name: str) -> str:
-    """Draw loss by position in the text, and by distance to a token pair's previous occurrence; a curve per length."""
+    """Draw loss by position in the text, and by distance to a pair's previous occurrence, one curve per length."""
     figure, (left, right) = new_figure(2, height=3.4)
-    # From 1, because a log axis has no 0.
+    # Count from 1, because a log axis has no 0.
     _loss_curves(left, by_position, first=1)
     left.set_title("By position")
     left.set_xlabel("position in the text, counted from 1 (tokens, log scale)")
     left.set_ylabel("loss (nats a token)")
-    # Bins that begin at 0 hold pairs without an earlier occurrence: they have no distance.
+    # Bins that start at 0 hold pairs without an earlier occurrence, so they have no distance.
     _loss_curves(right, [row for row in by_distance if row["start"] > 0], first=0)
     right.set_title("By distance to the same pair of tokens before")
     right.set_xlabel("distance (tokens, log scale)")
@@ -161,10 +162,10 @@ def loss_figure(by_position: Rows, by_distance: Rows, caption: str, name: str) -
 
 
 def _loss_curves(axes: Axes, rows: Rows, *, first: int) -> None:
-    """Draw a curve per length, with its interval as a band; ``first`` is the number of a text's first token."""
+    """Draw one curve per length, with its interval as a band; ``first`` is the first token's number in a text."""
     for number, length in enumerate(sorted({row["length"] for row in rows})):
         own = [row for row in rows if row["length"] == length]
-        # The middle of a bin on a log axis.
+        # Geometric mean: a bin's middle on a log axis.
         spots = [math.sqrt((row["start"] + first) * (row["stop"] - 1 + first)) for row in own]
         colour = _COLOURS[number % len(_COLOURS)]
         axes.plot(spots, [row["loss"] for row in own], "o-", color=colour, markersize=3, label=f"{length:,} tokens")
@@ -178,7 +179,7 @@ def _loss_curves(axes: Axes, rows: Rows, *, first: int) -> None:
 
 
 def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
-    """Set up a log axis with a tick at each measured length."""
+    """Set up a log axis with one tick per measured length."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -187,7 +188,7 @@ def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
 
 
 def write_caption(figure: Figure, caption: str) -> None:
-    """Write model, lengths, date and n below the picture, which may be seen without its page."""
+    """Write model, lengths, date and n below the plot: it may be shown without its page."""
     figure.supxlabel(caption, fontsize=7.5, color=GREY, parse_math=False)
 
 

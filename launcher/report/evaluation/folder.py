@@ -1,4 +1,4 @@
-"""Files of an evaluation's folder: its settings, and one row per sample. They are read without a model."""
+"""Files in an evaluation folder: settings and one row per sample, readable without a model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
 
 Key = tuple[str, int, int]
-"""Task, length and index: which sample a row is of."""
+"""Sample key: task, length and index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Contents of an evaluation folder's files."""
+    """Contents of an evaluation folder."""
 
     folder: Path
     settings: dict[str, Any]
@@ -32,12 +32,12 @@ class Evaluation:
 
     @property
     def caption(self) -> str:
-        """Model and date, for every picture."""
+        """Model and date, for every plot."""
         return f"{self.settings['model']}, {self.settings['date']}"
 
 
 def load_evaluation(folder: Path) -> Evaluation:
-    """Read an evaluation's folder; raise DataError naming the file that is missing or damaged."""
+    """Read an evaluation folder; raise DataError naming the missing or damaged file."""
     rows = [row for _, row in sorted(read_rows(folder).items(), key=lambda item: _order(item[0]))]
     return Evaluation(
         folder=folder,
@@ -48,13 +48,13 @@ def load_evaluation(folder: Path) -> Evaluation:
 
 
 def find_evaluations(run_folder: Path) -> list[Path]:
-    """Return the folders of evaluations in a run folder, at most two levels down."""
+    """Return evaluation folders in a run folder, at most two levels down."""
     patterns = (f"*/{SETTINGS_FILE}", f"*/*/{SETTINGS_FILE}")
     return sorted(path.parent for pattern in patterns for path in run_folder.glob(pattern))
 
 
 def load_evaluations(run_folder: Path) -> tuple[list[Evaluation], list[str]]:
-    """Return the evaluations in a run folder, and errors of unreadable ones, which must not prevent the report."""
+    """Return the evaluations in a run folder, and errors from unreadable ones, which must not prevent the report."""
     found, unread = [], []
     for folder in find_evaluations(run_folder):
         try:
@@ -77,7 +77,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_rows(folder: Path) -> dict[Key, ScoreRow | LossRow]:
-    """Return the rows of ``results.jsonl`` by sample; empty if the file does not exist."""
+    """Return ``results.jsonl`` rows by sample; empty if the file does not exist."""
     rows: dict[Key, ScoreRow | LossRow] = {}
     path = folder / RESULTS_FILE
     for number, line in enumerate(_whole_lines(path), 1):
@@ -92,14 +92,15 @@ def read_rows(folder: Path) -> dict[Key, ScoreRow | LossRow]:
 
 
 def whole_bytes(path: Path) -> int:
-    """Return the bytes of a file up to the end of its last complete line."""
+    """Return the file's size in bytes up to the end of its last complete line."""
     if not path.is_file():
         return 0
+    # rfind returns −1 if no line is complete, which gives 0.
     return path.read_bytes().rfind(b"\n") + 1
 
 
 def line_of(row: ScoreRow | LossRow) -> str:
-    """Format a row as a line of ``results.jsonl``."""
+    """Format a row as a ``results.jsonl`` line."""
     kind = "loss"
     if isinstance(row, ScoreRow):
         kind = "score"
@@ -107,7 +108,7 @@ def line_of(row: ScoreRow | LossRow) -> str:
 
 
 def _whole_lines(path: Path) -> Iterator[str]:
-    """Yield the complete lines: a kill may have cut the last one."""
+    """Yield complete lines: a kill may have cut the last one."""
     if path.is_file():
         yield from path.read_bytes()[: whole_bytes(path)].decode("utf-8").split("\n")[:-1]
 
@@ -115,16 +116,17 @@ def _whole_lines(path: Path) -> Iterator[str]:
 def _row_of(cells: dict[str, Any]) -> ScoreRow | LossRow:
     if cells.pop("kind") == "loss":
         return LossRow.of_cells(cells)
-    # Rows of earlier releases have no excerpt.
+    # Rows from earlier releases have no excerpt.
     cells.setdefault("excerpt", "")
-    # Require exactly these columns: another release's row would be misread.
+    # Require exactly these columns: a row from another release would be misread.
     names = [column.name for column in fields(ScoreRow)]
     return ScoreRow(**{**{name: cells[name] for name in names}, "answers": tuple(cells["answers"])})
 
 
 def _order(key: Key) -> tuple[int, str, int, int]:
-    """Return a sort key by the table of tasks, so that the order does not depend on stops and resumes."""
+    """Return a sort key in task table order, so that stops and resumes do not affect the order."""
     task, length, index = key
+    # Tasks unknown to this release come last.
     number = len(TASKS)
     if task in TASKS:
         number = list(TASKS).index(task)

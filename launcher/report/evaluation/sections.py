@@ -1,4 +1,4 @@
-"""An evaluation as page sections, with its pictures and tables, which are also files."""
+"""An evaluation as page sections, with its plots and tables, which are also written as files."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from launcher.wording import plural
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """An SVG, the rows that it was drawn from, and its title and caption on a page."""
+    """SVG with its source rows, and its title and caption on a page."""
 
     name: str
-    """Of its files, without the ending."""
+    """Base name of its files."""
     title: str
     caption: str
     svg: str
     rows: Rows
-    """What the CSV file beside it holds."""
+    """Rows in the CSV file next to the SVG."""
     more: tuple[tuple[str, Rows], ...] = ()
     """Further CSV files, by name."""
 
 
 def pictures(evaluation: Evaluation) -> list[Picture]:
-    """Return all pictures for which the evaluation has figures."""
-    # Heat maps first: they show the depths of a text at which the model finds the answer.
+    """Return all plots for which the evaluation has data."""
+    # Heat maps first: they show at which depths in a text the model finds the answer.
     found = [_needle_picture(evaluation, task) for task in tasks_with_depth(evaluation)]
     scores, areas = score_rows(evaluation), area_rows(evaluation)
     if scores:
@@ -84,10 +84,10 @@ def pictures(evaluation: Evaluation) -> list[Picture]:
 
 
 def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None = None) -> list[Section]:
-    """Return the sections of a page: tables, then pictures. ``drawn`` are its pictures, if they are already drawn."""
+    """Return page sections: tables, then plots. ``drawn`` reuses plots that are already drawn."""
     if drawn is None:
         drawn = pictures(evaluation)
-    # A run's page may show several evaluations.
+    # Put the name in every title: a run's page may show several evaluations.
     name = evaluation.folder.resolve().name
     title = f"Evaluation {name}"
     scores = score_rows(evaluation)
@@ -116,9 +116,10 @@ def evaluation_sections(evaluation: Evaluation, drawn: Sequence[Picture] | None 
 
 
 def _first_failures(evaluation: Evaluation) -> list[tuple[str, str]]:
-    """Return task and length, and what was asked, wanted and written, of each task's first sample that failed."""
+    """Return (task and length, prompt with expected answer and output) for each task's first failed sample."""
     found: dict[str, tuple[str, str]] = {}
     for row in evaluation.scores:
+        # Only samples that score below 1 store an excerpt.
         if row.excerpt and row.task not in found:
             where = f"{row.task}, {row.length:,}"
             if row.depth is not None:
@@ -155,7 +156,7 @@ def _needle_picture(evaluation: Evaluation, task: str) -> Picture:
 
 
 def _name(evaluation: Evaluation, picture: str) -> str:
-    """Return a name for a picture's ids, unique because a run's page may show several evaluations."""
+    """Return a name for a plot's ids, unique because a run's page may show several evaluations."""
     return re.sub(r"[^A-Za-z0-9]", "-", "-".join((*evaluation.folder.resolve().parts[-2:], picture)))
 
 

@@ -1,4 +1,4 @@
-"""Figures of an evaluation as rows of plain values, for summary.json, CSV files and pictures."""
+"""Evaluation results as rows of plain values, for summary.json, CSV files and plots."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from longctx.files import write_atomically
 Rows = list[dict[str, Any]]
 
 RULER_TASKS = 13
-"""Tasks that NVIDIA's average is over."""
+"""Tasks in NVIDIA's average."""
 
 
 def score_rows(evaluation: Evaluation) -> Rows:
-    """Return task, length, mean score, interval and number of samples."""
+    """Return rows with task, length, mean score, interval and sample count."""
     cells = by_length(evaluation.scores)
     return [{"task": cell.task, "length": cell.length, **_score(cell.score)} for cell in cells]
 
 
 def depth_rows(evaluation: Evaluation, task: str) -> Rows:
-    """Return a row for each length and depth of a task's grid; untested cells have no score, and n = 0."""
+    """Return one row per length and depth of a task's grid; untested cells have no score, and n = 0."""
     cells = {(cell.length, cell.depth): cell for cell in by_depth(evaluation.scores) if cell.task == task}
     lengths = sorted({length for length, _ in cells})
+    # Include depths from the settings that have no sample yet: the heat map shows them as blank cells.
     depths = sorted({depth for _, depth in cells if depth is not None} | set(evaluation.settings.get("depths", [])))
     rows: Rows = []
     for length in lengths:
@@ -44,12 +45,12 @@ def depth_rows(evaluation: Evaluation, task: str) -> Rows:
 
 
 def tasks_with_depth(evaluation: Evaluation) -> list[str]:
-    """Return the tasks that have a heat map."""
+    """Return tasks with a heat map."""
     return list(dict.fromkeys(row.task for row in evaluation.scores if row.depth is not None))
 
 
 def area_rows(evaluation: Evaluation) -> Rows:
-    """Return each task's area under its score over the logarithm of the length, and finally that of all tasks."""
+    """Return each task's area under score over log length, then the overall area."""
     if not evaluation.scores:
         return []
     found = areas(evaluation.scores) | {"all tasks": overall(evaluation.scores)}
@@ -57,7 +58,7 @@ def area_rows(evaluation: Evaluation) -> Rows:
 
 
 def ruler_rows(evaluation: Evaluation) -> Rows:
-    """Return RULER's scores in per cent: a row per task, a column per length, and the average of these tasks."""
+    """Return RULER scores in per cent: one row per task, then their average; one column per length."""
     cells = [cell for cell in by_length(evaluation.scores) if cell.task.startswith("ruler_")]
     lengths = sorted({cell.length for cell in cells})
     percent = {(cell.task, cell.length): 100 * cell.score.mean for cell in cells}
@@ -67,11 +68,12 @@ def ruler_rows(evaluation: Evaluation) -> Rows:
     rows: Rows = [
         {"task": task, **{str(length): _rounded(percent.get((task, length))) for length in lengths}} for task in tasks
     ]
+    # The label names the task count: an average over a selection is not NVIDIA's.
     average: dict[str, Any] = {"task": f"average of {len(tasks)} of {RULER_TASKS} tasks"}
     for length in lengths:
         found = [percent.get((task, length)) for task in tasks]
         known = [value for value in found if value is not None]
-        # An average over fewer tasks would not be comparable with that of other lengths.
+        # An average over fewer tasks would not be comparable across lengths.
         average[str(length)] = None
         if len(known) == len(tasks):
             average[str(length)] = _rounded(fmean(known))
@@ -80,7 +82,7 @@ def ruler_rows(evaluation: Evaluation) -> Rows:
 
 
 def loss_rows(evaluation: Evaluation) -> Rows:
-    """Return the token-weighted loss of each measure and length over all texts."""
+    """Return token-weighted loss over all texts, per measure and length."""
     rows: Rows = []
     for (task, length), group in _groups(evaluation.losses).items():
         estimate = loss_over_texts([(row.nll, row.count) for row in group])
@@ -89,7 +91,7 @@ def loss_rows(evaluation: Evaluation) -> Rows:
 
 
 def bin_rows(evaluation: Evaluation, kind: str) -> Rows:
-    """Return the loss by ``by_position`` or ``by_distance`` for each length."""
+    """Return loss by ``by_position`` or ``by_distance``, for each length."""
     rows: Rows = []
     for (task, length), group in _groups(evaluation.losses).items():
         for start, stop, estimate in loss_by_bin(group, kind):
@@ -99,7 +101,7 @@ def bin_rows(evaluation: Evaluation, kind: str) -> Rows:
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write rows as CSV, with the columns of the first row; unknown values are empty cells."""
+    """Write rows as CSV, with the first row's columns; unknown values are empty cells."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
     writer.writeheader()
@@ -109,12 +111,12 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def sample_rows(evaluation: Evaluation) -> Rows:
-    """Return a row with the score of each sample; its answers are joined by a bar."""
+    """Return one score row per sample, with its answers joined by a bar."""
     return [{**row.cells(), "answers": " | ".join(row.answers)} for row in evaluation.scores]
 
 
 def summary_of(evaluation: Evaluation) -> dict[str, Any]:
-    """Return all figures as one value."""
+    """Return all results as one value."""
     return {
         "settings": evaluation.settings,
         "scores": score_rows(evaluation),
@@ -129,6 +131,7 @@ def summary_of(evaluation: Evaluation) -> dict[str, Any]:
 
 def _groups(rows: Sequence[LossRow]) -> dict[tuple[str, int], list[LossRow]]:
     groups: dict[tuple[str, int], list[LossRow]] = {}
+    # Resumes change the file's order, so sort: sums over floats depend on it.
     for row in sorted(rows, key=lambda row: (row.task, row.length, row.index)):
         groups.setdefault((row.task, row.length), []).append(row)
     return groups
@@ -140,7 +143,7 @@ def _score(estimate: Estimate) -> dict[str, Any]:
 
 
 def _loss(estimate: LossEstimate | None, num_read: int) -> dict[str, Any]:
-    """Return loss and perplexity; None if no token counts, for example if LongPPL finds no key token."""
+    """Return loss and perplexity; null if no token counts, for example if LongPPL finds no key token."""
     found: dict[str, Any] = dict.fromkeys(("loss", "low", "high", "perplexity"))
     found |= {"tokens": 0, "tokens_read": num_read, "texts": 0}
     if estimate is not None:

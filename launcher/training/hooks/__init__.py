@@ -1,4 +1,4 @@
-"""Hooks of the training step, one per file, and the list of them."""
+"""Training step hooks, one per file, and their list."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from launcher.training.run import Run
 
 
 def step_hooks(run: Run) -> list[StepHook]:
-    """Return the hooks of a run in the order in which they are called.
-
-    First those that decide about the step, then those that look for wrong numbers, the audit before comparisons of
-    ranks, and finally those that report.
-    """
+    """Return a run's hooks in call order."""
+    # First those that decide about the step, then those that detect wrong numbers, the audit before comparisons between
+    # ranks, and finally those that report.
     hooks: list[StepHook] = [StopTogether(run), NonFinite(run), StepAudit(run)]
     if run.mesh.comm.ledger is not None:
         hooks.append(MessageSums(run, run.mesh.comm.ledger))

@@ -1,4 +1,4 @@
-"""``StepAudit``: audits steps of a run, and ends it if a number is wrong (``run.audit_every``)."""
+"""``StepAudit``: audits a run's steps, and ends the run if a number is wrong (``run.audit_every``)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ log = logging.getLogger(__name__)
 
 
 class StepAudit(StepHook):
-    """Hook that audits some calls of every ``run.audit_every``-th step."""
+    """Hook that audits some calls in every ``run.audit_every``-th step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         config, optimizer = run.config, run.engine.partition.inner
+        # Not audited: updates in DeepSpeed's CPU AdamW, and Muon's, which need full matrices.
         if config.zero.offload != "none" or config.train.optimizer == "muon":
             optimizer = None
         audited = Audited(
@@ -43,16 +44,16 @@ class StepAudit(StepHook):
         self._watching = ExitStack()
 
     def before_forward(self, step: Step) -> None:
-        """Copy calls of forward and backward, if the audit is of these."""
+        """Copy calls in forward and backward, if the audit covers these."""
         self._watch(step, update=False)
 
     def before_update(self, step: Step) -> None:
-        """Raise TrainingError if other ranks get different results; then copy calls of the update. Collective."""
+        """Raise TrainingError if other ranks compute different results; then copy calls in the update. Collective."""
         self._settle(step, update=False)
         self._watch(step, update=True)
 
     def after_update(self, step: Step) -> None:
-        """Raise TrainingError if other ranks get a different update. Collective."""
+        """Raise TrainingError if other ranks compute a different update. Collective."""
         self._settle(step, update=True)
 
     def record(self, step: Step, record: Record) -> None:
@@ -67,17 +68,19 @@ class StepAudit(StepHook):
 
     def _settle(self, step: Step, *, update: bool) -> None:
         """Have the copied calls recomputed, and raise the error if results differ."""
+        # Recording ends before the calls are recomputed.
         self._watching.close()
         findings = self._auditor.settle(step.number, update=update)
         if findings:
             raise self._error(step.number, findings, update=update)
+        # Ranks are assigned to each other at the first audit: log this once.
         if not self._is_told and self._auditor.assigned:
             self._is_told = True
             for line in self._what_is_audited():
                 log.info("%s", line)
 
     def _what_is_audited(self) -> list[str]:
-        """Return the log's lines on the audit: the assignment of ranks, and the parts not audited."""
+        """Return log lines about the audit: the rank assignment, and the parts not audited."""
         config, ranks, assigned = self._run.config, self._auditor.ranks, self._auditor.assigned
         lines = [f"{self._who(len(ranks))} (run.audit_every={config.run.audit_every})."]
         kinds = {x.kind for x in ranks}
@@ -88,6 +91,7 @@ class StepAudit(StepHook):
             )
         for rank, x in enumerate(ranks):
             peers = [other.results for other in ranks if other.machine == x.machine]
+            # A minority among equal machines points to a fault.
             if peers.count(x.results) * 2 < len(peers):
                 lines.append(
                     f"Rank {rank} on {x.host} computes other numbers than most ranks with its processor and its "
@@ -134,7 +138,7 @@ class StepAudit(StepHook):
 
 
 def message(step: int, findings: Sequence[Finding], *, update: bool, checkpoint: Path | None) -> str:
-    """Return one screen: the wrong numbers, their ranks, and the way to go on."""
+    """Return one screen: the wrong numbers, their ranks, and how to continue."""
     first, *more = findings
     lines = [first.describe(step)]
     if more:
@@ -152,7 +156,6 @@ def message(step: int, findings: Sequence[Finding], *, update: bool, checkpoint:
 
 
 def _suspicion(finding: Finding) -> Record:
-    """Return a finding as stored in the run's metrics."""
     difference = finding.difference
     return {
         "ranks": list(finding.suspects),
@@ -167,7 +170,7 @@ def _suspicion(finding: Finding) -> Record:
 
 
 def _way_out(findings: Sequence[Finding], checkpoint: Path | None) -> str:
-    """Name the checkpoint to go on from, and the hosts to leave out."""
+    """Name the checkpoint to continue from, and the hosts to exclude."""
     hosts = list(dict.fromkeys(host for finding in findings for host in finding.hosts))
     go_on = "There is no checkpoint yet: start again"
     if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""Warning about layers whose tokens all go to the same few experts, once for each layer."""
+"""Warning about layers that send all tokens to the same few experts, once per layer."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from longctx.config import ModelConfig
 log = logging.getLogger(__name__)
 
 _SHARE = 0.9
-"""Of a layer's choices that its k busiest experts have, k being those that each token has: all is the worst there is,
-and max/mean is then E / k."""
+"""Share of a layer's choices on its k busiest experts, for k experts per token: the worst case is 1, and max/mean is
+then E / k."""
 _STEPS = 20
-"""In a row."""
+"""Consecutive steps."""
 _FEWEST = 2.0
 """E / k below which this is no collapse: half of all experts are busy then."""
 
 
 class Collapse(StepHook):
-    """Counter of each layer's steps in which nearly all tokens chose the same k experts."""
+    """Counts each layer's consecutive steps in which nearly all tokens chose the same k experts."""
 
     def __init__(self, model: ModelConfig, layers: Sequence[int], window: int = _STEPS) -> None:
         self._model, self._layers, self._window = model, list(layers), window
@@ -34,20 +34,22 @@ class Collapse(StepHook):
 
     def find(self, counts_LE: Tensor) -> list[int]:
         """Return the layers that have now, for the first time, been collapsed for a full window of steps."""
+        # Balanced routing gives any k experts the share k / E of a layer's choices.
         busiest_L = counts_LE.topk(self._model.experts_per_token, dim=1).values.sum(dim=1)
         is_collapsed_L = busiest_L > _SHARE * counts_LE.sum(dim=1)
+        # One step without collapse resets a layer's count.
         self._steps_L = torch.where(is_collapsed_L, self._steps_L + 1, 0)
         found_L = (self._steps_L >= self._window) & ~self._reported_L
         self._reported_L |= found_L
         return [self._layers[row] for row in found_L.nonzero().flatten().tolist()]
 
     def record(self, step: Step, record: Record) -> None:
-        """Warn of collapsed layers. A step that was left out has no load of its own."""
+        """Warn about collapsed layers. A skipped step has no load of its own."""
         if self._layers and self._worst >= _FEWEST and not step.skipped and (found := self.find(step.totals.counts_LE)):
             log.warning("%s", self.warning(found, step.number))
 
     def warning(self, layers: Sequence[int], step: int) -> str:
-        """Return the message about layers that ``find`` has found."""
+        """Return the warning about the layers from ``find``."""
         model = self._model
         whose = f"layer {layers[0]}"
         if len(layers) > 1:

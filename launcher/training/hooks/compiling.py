@@ -1,4 +1,4 @@
-"""Logging of compilation, so that a slow step can be explained."""
+"""Compilation log, which explains slow steps."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class CompileWatch(StepHook):
 
     def record(self, step: Step, record: Record) -> None:
         """Log graphs compiled since the last call."""
+        # The counter covers the process, so log the difference.
         now = compile_count()
         graphs, seconds = now.graphs - self._before.graphs, now.seconds - self._before.seconds
         if graphs:

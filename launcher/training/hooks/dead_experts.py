@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class DeadExperts(StepHook):
-    """Counter of each expert's steps without a token since the start of this process; reports each expert once."""
+    """Counts each expert's steps without a token since the start of this process; reports each expert once."""
 
     def __init__(
         self, model: ModelConfig, layers: Sequence[int], num_experts: int, window: int = DEAD_AFTER_STEPS
@@ -29,6 +29,7 @@ class DeadExperts(StepHook):
 
     def find(self, counts_LE: Tensor) -> list[str]:
         """Return the experts that have now, for the first time, had no token for a full window of steps."""
+        # A single token resets an expert's count.
         self._idle_steps_LE = torch.where(counts_LE > 0, 0, self._idle_steps_LE + 1)
         # A dead expert stays dead for thousands of steps, so report it only once.
         dead_LE = (self._idle_steps_LE >= self._window) & ~self._reported_LE
@@ -36,12 +37,12 @@ class DeadExperts(StepHook):
         return [expert_name(self._layers[row], expert) for row, expert in dead_LE.nonzero().tolist()]
 
     def record(self, step: Step, record: Record) -> None:
-        """Warn of dead experts. A step that was left out has no load of its own."""
+        """Warn about dead experts. A skipped step has no load of its own."""
         if self._layers and not step.skipped and (dead := self.find(step.totals.counts_LE)):
             log.warning("%s", self.warning(dead, step.number))
 
     def warning(self, names: Sequence[str], step: int) -> str:
-        """Return the message about experts that ``find`` has found."""
+        """Return the warning about the experts from ``find``."""
         what, them = "are dead experts", "them"
         if len(names) == 1:
             what, them = "is a dead expert", "it"

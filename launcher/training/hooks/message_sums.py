@@ -1,4 +1,4 @@
-"""Check of the messages between ranks in a step; the run ends if any arrive changed (``parallel.check_rows``)."""
+"""Check that messages between ranks arrive unchanged; the run ends otherwise (``parallel.check_rows``)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class MessageSums(StepHook):
         self._run, self._ledger = run, ledger
 
     def before_forward(self, step: Step) -> None:
-        """Add the balance of messages to the sums of the step."""
+        """Add the message balance to the step's sums."""
         step.each_micro_batch.append(self._ledger.begin)
         step.summed[_MESSAGES] = self._ledger.balance
 
     def before_update(self, step: Step) -> None:
-        """Raise ClusterError if bytes changed in transit: a gradient of them must not reach the weights."""
+        """Raise ClusterError if bytes changed in transit: their gradient must not reach the weights."""
+        # Part of the step's only all-reduce, so the check costs no collective.
         if not is_balanced(step.totals.summed[_MESSAGES]):
             state = "The step was not taken: weights, moments and checkpoints are those of the step before."
             raise differing(self._run, f"step {step.number}", state)
@@ -33,10 +34,7 @@ class MessageSums(StepHook):
 
 
 def settle_validation(run: Run, step: int) -> None:
-    """Begin a new ledger after a validation; raise ClusterError if any of its messages arrived changed.
-
-    Collective.
-    """
+    """Reset the ledger after a validation; raise ClusterError if any message changed in transit. Collective."""
     ledger = run.mesh.comm.ledger
     if ledger is None:
         return

@@ -1,4 +1,4 @@
-"""Skipping of steps that are not finite (NaN or infinity) or are spikes; too many in a row end the run."""
+"""Skip steps that are not finite (NaN or infinity) or are spikes; too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _SPIKE = "spike"
 
 
 class NonFinite(StepHook):
-    """Hook that refuses such updates, and keeps the history used to detect spikes."""
+    """Hook that refuses such updates, and maintains the history for spike detection."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._routers: list[str] = []
 
     def before_update(self, step: Step) -> None:
-        """Refuse an update if its routers or loss are not finite, or its norm is a spike."""
+        """Refuse an update if router logits, loss or gradient norm are not finite, or if it is a spike."""
         self._routers = step.totals.broken_routers(self._run.expert_layers)
         if self._routers:
             step.refuse(_ROUTER)
         if not step.totals.finite:
             step.refuse(_LOSS)
-        # The engine itself refuses a norm that is not finite: there is then no other reason to give.
+        # The engine itself refuses a norm that is not finite; this only supplies the reason.
         step.refuse(_GRADIENT, lambda norm: not math.isfinite(norm))
-        # Do not reference the step, which would keep its data until garbage collection.
+        # Capture values, not the step, which would keep its data until garbage collection.
         history, loss = step.progress.history, step.loss
         step.refuse(_SPIKE, lambda norm: bool(self._spike(history, loss, norm)))
 
     def after_update(self, step: Step) -> None:
-        """Add the step to the history; raise TrainingError after too many left out in a row. Collective if left out."""
+        """Add the step to the history; raise TrainingError after too many skipped in a row. Collective if skipped."""
         history = step.progress.history
         if step.failure is None:
             assert step.grad_norm is not None
@@ -57,17 +57,17 @@ class NonFinite(StepHook):
         broken = self._look_at(step)
         if broken.is_last:
             raise broken.error()
-        # All ranks log it, and one of them also on the console.
+        # All ranks log it, and rank 0 also on the console.
         log.log(logging.WARNING if self._run.is_rank_0 else logging.INFO, "%s", broken.warning())
         step.grad_norm, step.history = broken.grad_norm, history.left_out()
 
     def record(self, step: Step, record: Record) -> None:
-        """Record the reason why the step was left out."""
+        """Record the reason for skipping the step."""
         if step.skipped:
             record["skipped"] = step.skipped
 
     def _look_at(self, step: Step) -> BrokenStep:
-        """Collect the reasons for leaving out a step. Collective."""
+        """Collect the reasons for skipping a step. Collective."""
         run, failure, history = self._run, step.failure, step.progress.history
         assert failure is not None
         spike, refused, grad_norm, gradients = "", "", None, []
@@ -75,10 +75,10 @@ class NonFinite(StepHook):
             spike = self._spike(history, step.loss, failure.norm)
         elif step.skipped not in _NOT_FINITE:
             refused = step.skipped
-        # If the loss is not finite, its gradient gives no further information.
+        # If the loss is not finite, its gradient adds no information.
         if step.totals.finite and not self._routers:
             grad_norm, gradients = failure.norm, failure.names
-        # Each rank checks the weights that it owns, and all learn the names.
+        # Each rank checks the weights that it owns, and all receive the names.
         weights, checkpoint = run.engine.broken_weights(), None
         if weights or history.in_row >= run.config.train.skip_steps:
             # The run ends, and its message names the newest checkpoint.
@@ -105,41 +105,41 @@ class NonFinite(StepHook):
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenStep:
-    """A step that cannot be taken, with the information its user needs to go on."""
+    """A step that cannot be taken, with the information a user needs to continue."""
 
     step: int
     loss: float | None
     """None if no token counts."""
     grad_norm: float | None
-    """None when the loss or a router was not finite either: then the gradient says nothing more."""
+    """None if the loss or a router was not finite either: then the gradient adds no information."""
     routers: Sequence[str]
-    """Expert layers whose router's logits are not finite."""
+    """Expert layers with router logits that are not finite."""
     gradients: Sequence[str]
-    """Parameters whose gradients are not finite."""
+    """Parameters with gradients that are not finite."""
     weights: Sequence[str]
-    """Parameters and buffers that held something that is not finite before the step."""
+    """Parameters and buffers with values that were not finite before the step."""
     spike: str
-    """By how much loss or norm exceed those before, of a step that is finite."""
+    """By how much a finite step's loss or norm exceeds the previous ones."""
     refused: str
-    """Why another hook has refused it, of a step that is finite and no spike."""
+    """Reason from another hook, for a step that is finite and no spike."""
     ranks: Sequence[int]
-    """Ranks whose own part of the loss, or of a router's logits, is not finite."""
+    """Ranks with a part of the loss or router logits that is not finite."""
     in_row: int
-    """Steps that were left out right before it."""
+    """Consecutive steps skipped right before it."""
     rows: str
-    """Where the step's data stands."""
+    """The step's position in the data."""
     train: TrainSection
     checkpoint: Path | None
-    """The newest one, of a step that ends the run."""
+    """Newest checkpoint, if the step ends the run."""
 
     @property
     def is_last(self) -> bool:
-        """True if the run ends here. If weights are not finite, no later step can be better."""
+        """True if the run ends here: if weights are not finite, no later step can be better."""
         return bool(self.weights) or self.in_row >= self.train.skip_steps
 
     def error(self) -> TrainingError:
         """Return the error that ends the run."""
-        # The trainer also writes this record, so that the curves end with the broken step.
+        # The trainer also writes this record, so that the curves end with the failed step.
         record = {
             "kind": "train",
             "step": self.step,
@@ -150,7 +150,7 @@ class BrokenStep:
         return TrainingError(self.message(), record)
 
     def warning(self) -> str:
-        """Return the log's message for a step that is left out while the run goes on."""
+        """Return the log message for a skipped step in a run that continues."""
         what = self._what_happened()
         return (
             f"Step {self.step} is left out, number {self.in_row + 1} in a row of the {self.train.skip_steps} that "
@@ -159,7 +159,7 @@ class BrokenStep:
         )
 
     def message(self) -> str:
-        """Return one screen: the problem, its place, and the way to go on."""
+        """Return one screen: the problem, its location, and how to continue."""
         lines = [self._what_happened() + self._where()]
         if self.in_row:
             before = f"{plural(self.in_row, 'step')} before it"
@@ -167,7 +167,7 @@ class BrokenStep:
                 f"Left out for such a reason: {before}, as many as train.skip_steps={self.train.skip_steps} allows."
             )
         if self.grad_norm is not None and not self.spike and not self.refused:
-            # Finite gradients whose squares overflow in the norm have no name to report.
+            # Finite gradients may overflow in the norm's sum of squares; then there is no tensor to name.
             where = first_names(self.gradients) or "in no single tensor, but all together are too large"
             lines.append(f"Gradients that are not finite: {where}.")
         if self.weights:
@@ -178,7 +178,7 @@ class BrokenStep:
         return "\n".join(lines)
 
     def _where(self) -> str:
-        """Name the ranks that found it. If ranks share a sequence, attention may have carried it over from another."""
+        """Name the ranks that found it. In a shared sequence, attention may have carried it over from another rank."""
         if not self.ranks:
             return ""
         return (
@@ -186,7 +186,6 @@ class BrokenStep:
         )
 
     def _what_happened(self) -> str:
-        """Return the first line: the quantity that is not finite."""
         if self.spike:
             return f"step {self.step} is a spike: {self.spike} (train.spike_sigmas)."
         if self.refused:
@@ -210,7 +209,6 @@ class BrokenStep:
         return f"loss {self.loss:g}"
 
     def _way_out(self) -> str:
-        """Suggest a checkpoint to go on from, and settings to change."""
         advice = f"a lower train.lr (now {self.train.lr:g}) or a longer train.warmup_steps"
         if self.routers:
             advice += ", or a model.router_z_loss_weight (1e-3), which keeps logits small"
@@ -233,7 +231,7 @@ def rows_from(config: RunConfig, order: dict[str, Any]) -> str:
         where = f"from row {order['rows_consumed']} of the run on ({places}; {_sample_command(config, order)})"
         return f"{config.rows_per_step} rows of {data.train} {where}"
     command = f"longctx data inspect {data.train} --seq-len {data.seq_len} --row {order['block_row']}"
-    # Counted from its block: to count from the epoch, all blocks before it would have to be planned.
+    # Counted from its block: counting from the epoch would require planning all blocks before it.
     for name in ("block", "epoch"):
         if order[name]:
             command += f" --{name} {order[name]}"

@@ -1,4 +1,4 @@
-"""Comparison of a run's steps with its plan."""
+"""Comparison between a run's steps and its plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.training.hook import Step, StepHook
 from launcher.training.start import Expected
 
 _STEPS = 1000
-"""The last ones, whose median is compared: a long run must not remember all."""
+"""Recent steps in the compared median: a long run must not store all."""
 
 
 class PlanWatch(StepHook):
@@ -25,16 +25,17 @@ class PlanWatch(StepHook):
         self._is_first = True
 
     def record(self, step: Step, record: Record) -> None:
-        """Add a step. The first step of a process allocates and compiles, so its seconds do not count."""
+        """Add a step. A process's first step allocates and compiles, so its seconds do not count."""
         self._peak_bytes = max(self._peak_bytes, record["max_memory_bytes"])
         if not self._is_first:
             self._seconds.append(record["step_seconds"])
         self._is_first = False
 
     def compared(self, step: int) -> Record:
-        """Return the final event: the measured figures, and the relative errors of the plan."""
+        """Return the final event: measured values, and the plan's relative errors."""
         found: Record = {"kind": "event", "event": "plan_checked", "step": step, "peak_bytes": self._peak_bytes}
         if self._peak_bytes:
+            # Errors are positive if the plan is too high.
             found["peak_error"] = self.expected.bytes.peak / self._peak_bytes - 1
         if self._seconds:
             found["step_seconds"] = statistics.median(self._seconds)

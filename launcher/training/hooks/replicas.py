@@ -1,6 +1,6 @@
-"""``ReplicaWatch``: compares the ranks' state every so many steps, and at each save with the bytes on disk as well.
+"""``ReplicaWatch``: compare the ranks' state at intervals, and at each save also with the bytes on disk.
 
-Weights that several ranks hold are compared among them; those of a single rank, with the result of its last update.
+Weights that several ranks hold are compared among them; a single rank's weights, with the result of its last update.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from parallel.comm.world import gather_objects, meet_patiently
 from parallel.zero.replicas import Odd, Replicas
 
 _TOLD = 3
-"""Groups of ranks that are told of."""
+"""Limit on groups of ranks in a message."""
 
 
 class ReplicaWatch(StepHook):
-    """Hook that compares ranks in the steps that ``run.replicas_every`` names, and at every save."""
+    """Hook that compares ranks in every ``run.replicas_every``-th step, and at every save."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.replicas = run, Replicas(run.engine)
         self._every = run.config.run.replicas_every
 
     def before_update(self, step: Step) -> None:
-        """Raise TrainingError if ranks differ, before the step changes anything. Collective if a comparison is due."""
+        """Raise TrainingError if ranks differ, before the step changes any state. Collective if a comparison is due."""
         if self._is_due(step.number):
             _check(self.run, self.replicas, f"step {step.number}", step.number)
+        # The update changes the state, so its checksums expire.
         self.replicas.forget()
 
     def after_update(self, step: Step) -> None:
-        """Remember the state until the next update, if that step compares or this one is saved."""
+        """Keep checksums of the state until the next update, if that step compares or this one is saved."""
         is_saved = step.stop_asked or self.run.config.saves_after(step.number)
         if self._is_due(step.number + 1) or (is_saved and self._every):
             self._remember()
@@ -43,14 +44,14 @@ class ReplicaWatch(StepHook):
     def before_save(self, step: int) -> list[Sum]:
         """Raise TrainingError if ranks differ in the state to be saved; a rank may be hours late. Collective.
 
-        Returns the sums that this rank's values must have on disk, in order; empty if comparisons are off.
+        Return the checksums that this rank's values must have on disk, in order; empty if comparisons are off.
         """
         if not self._every:
             return []
-        # Rank 0 may still be hashing the last checkpoint's files, and a comparison waits no longer than a step does.
+        # Rank 0 may still be hashing the last checkpoint's files, while a comparison waits no longer than a step does.
         meet_patiently()
         _check(self.run, self.replicas, f"the weights after step {step}, which are not saved", step + 1)
-        # An unexpected save.
+        # after_update did not expect this save.
         if not self.replicas.own_sums:
             self._remember()
         return on_host(self.replicas.own_sums)
@@ -76,7 +77,7 @@ def _check(run: Run, replicas: Replicas, where: str, step: int) -> None:
 
 
 def _message(run: Run, odd: Sequence[Odd], hosts: Sequence[str], where: str, step: int) -> str:
-    """Return one screen, the same on every rank: the differences, their hosts, and the way to go on."""
+    """Return one screen, the same on every rank: the mismatches, their hosts, and how to continue."""
     lines = [f"in {where}, bits of weights or moments have changed that nobody wrote (run.replicas_every)."]
     found: dict[tuple[tuple[int, ...], bool, bool], list[str]] = {}
     for one in odd:

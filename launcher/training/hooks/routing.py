@@ -13,7 +13,8 @@ class Routing(StepHook):
         self._run, self._files = run, run.routing
 
     def before_forward(self, step: Step) -> None:
-        """Give each micro-batch the choices that it records or follows. Collective if it follows."""
+        """Give each micro-batch the choices that it records or replays. Collective if it replays."""
+        # Replaying reads the step's file here, so that a damaged file fails on every rank.
         self._files.begin(step.number, step.data.order, self._run.token_indices(step.data))
         step.choices = self._files.replay
 

@@ -1,4 +1,4 @@
-"""Agreement of all ranks, in each step, on a request to stop."""
+"""Agreement between all ranks, in each step, on a request to stop."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _STOP = "stop"
 
 
 class StopTogether(StepHook):
-    """Hook that sums requests to stop over ranks."""
+    """Hook that sums stop requests over ranks."""
 
     def __init__(self, run: Run) -> None:
         self._stop = run.stop
 
     def before_forward(self, step: Step) -> None:
-        """Add this rank's request to the sums of the step."""
+        """Add this rank's request to the step's sums."""
+        # Evaluated only when the step is summed, so a request during backward still counts.
         step.summed[_STOP] = lambda device: torch.tensor([float(self._stop.is_asked())], device=device)
 
     def before_update(self, step: Step) -> None:
@@ -26,5 +27,5 @@ class StopTogether(StepHook):
         step.stop_asked = bool(step.totals.summed[_STOP])
 
     def record(self, step: Step, record: Record) -> None:
-        """Store the seconds of a step, from which the time for a last save is estimated."""
+        """Store a step's seconds, from which the time for a last save is estimated."""
         self._stop.step_seconds = record["step_seconds"]
